@@ -1,0 +1,133 @@
+"""The KV cache manager: one tensor per block and kind, reference counted by micro-batch, freed at zero.
+
+A block is a span of spine tokens; nothing is padded and no shared prefix is stored twice. Storage goes through a
+tier (see ``storage.py``), which counts bytes exactly.
+
+Shape legend: L local layers, T tokens of a micro-batch, P path tokens, n tokens of a block, K kv heads of this rank,
+H head dim (K and V may differ).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from psrl.blocks import BlockLedger
+from psrl.cache.storage import DeviceTier
+from psrl.errors import PlanError
+from psrl.types import ExecutionPlan
+
+
+class KVPair(NamedTuple):
+    """K and V, or their gradients: [tokens, K, H]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class KVCache:
+    """K/V and gradient accumulators of one plan on one rank.
+
+    Every method that takes a micro-batch and a layer is called once per layer; the bookkeeping of a micro-batch closes
+    with its last layer, in whatever order layers come.
+    """
+
+    def __init__(self, plan: ExecutionPlan, num_layers: int, tier: DeviceTier | None = None) -> None:
+        self.plan = plan
+        self.num_layers = num_layers
+        self.tier = tier or DeviceTier()
+        self._ledger = BlockLedger(plan.blocks, plan.micro_batches)
+        self._kv: dict[int, KVPair] = {}  # [L, n, K, H]
+        self._grads: dict[int, KVPair] = {}  # [L, n, K, H]
+        self._layers_left: dict[tuple[int, bool], int] = {}
+
+    @property
+    def num_live_blocks(self) -> int:
+        return len(self._kv) + len(self._grads)
+
+    # ------------------------------------------------------------------------------------------------- forward
+    def write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Copy the new K/V of a spine micro-batch into its blocks. Allocates them at the first layer."""
+        own = self.plan.micro_batches[micro_batch].own_blocks
+        if own and own[0] not in self._kv:
+            for block in self._ledger.write(micro_batch):
+                shape = (self.num_layers, self.plan.blocks[block].num_tokens)
+                self._kv[block] = KVPair(*(self.tier.empty(shape + x.shape[1:], x.dtype, x.device)
+                                           for x in (k_TKH, v_TKH)))  # fmt: skip
+        start = 0
+        for block in own:
+            stop = start + self.plan.blocks[block].num_tokens
+            for stored, new in zip(self._kv[block], (k_TKH, v_TKH), strict=True):
+                stored[layer].copy_(new[start:stop])
+            start = stop
+
+    def read(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
+        """``[path | local]`` K/V, gathered in one copy: [P + T, K, H]. Does not change the cache."""
+        path = self.plan.micro_batches[micro_batch].path_blocks
+        if not path:
+            return KVPair(k_TKH, v_TKH)
+        stored = [self._kv[block] for block in path]
+        return KVPair(
+            torch.cat([pair.k[layer] for pair in stored] + [k_TKH]),
+            torch.cat([pair.v[layer] for pair in stored] + [v_TKH]),
+        )
+
+    # ------------------------------------------------------------------------------------------------ backward
+    def add_grads(self, micro_batch: int, layer: int, dk_PKH: Tensor, dv_PKH: Tensor) -> None:
+        """Add the gradients of a micro-batch's path to its blocks' accumulators (fp32, or fp64 for fp64)."""
+        if self._layers_left.get((micro_batch, True), self.num_layers) == self.num_layers:
+            for block in self._ledger.begin_backward(micro_batch):
+                self._grads[block] = KVPair(*(self._zeros_like(x) for x in self._kv[block]))
+        start = 0
+        for block in self.plan.micro_batches[micro_batch].path_blocks:
+            stop = start + self.plan.blocks[block].num_tokens
+            for total, new in zip(self._grads[block], (dk_PKH, dv_PKH), strict=True):
+                total[layer].add_(new[start:stop])
+            start = stop
+
+    def own_grads(self, micro_batch: int, layer: int) -> KVPair:
+        """What descendants accumulated for the tokens of a spine micro-batch: [T, K, H] in the accumulators' dtype.
+
+        Raises:
+            PlanError: a descendant has not run its backward yet.
+        """
+        own = self.plan.micro_batches[micro_batch].own_blocks
+        missing = [block for block in own if block not in self._grads]
+        if missing:
+            raise PlanError(f"backward of micro-batch {micro_batch} before any reader of its KV blocks {missing}")
+        return KVPair(
+            torch.cat([self._grads[block].k[layer] for block in own]),
+            torch.cat([self._grads[block].v[layer] for block in own]),
+        )
+
+    def end_layer(self, micro_batch: int, *, backward: bool) -> None:
+        """One layer of the micro-batch is done. With the last one, blocks nobody needs any more are freed."""
+        key = (micro_batch, backward)
+        left = self._layers_left.get(key, self.num_layers) - 1
+        if left:
+            self._layers_left[key] = left
+            return
+        self._layers_left.pop(key, None)
+        freed = self._ledger.end(micro_batch, backward=backward)
+        for block in freed.kv:
+            self.tier.free(*self._kv.pop(block))
+        for block in freed.grads:
+            self.tier.free(*self._grads.pop(block))
+
+    def check_drained(self) -> None:
+        """Every block has been freed.
+
+        Raises:
+            PlanError: blocks are left after the last micro-batch.
+        """
+        if self.num_live_blocks or self._layers_left:
+            raise PlanError(
+                f"{len(self._kv)} KV blocks and {len(self._grads)} accumulators are left after the last micro-batch "
+                f"(unfinished: {sorted(self._layers_left)})"
+            )
+
+    def _zeros_like(self, x: Tensor) -> Tensor:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return self.tier.empty(x.shape, dtype, x.device).zero_()

@@ -1,0 +1,65 @@
+"""The ``psrl`` configuration group, validated once, frozen afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from psrl.errors import ConfigError
+
+ATTENTION_BACKENDS = ("auto", "reference", "sdpa")
+LOSS_SCOPES = ("auto", "sample", "mini_batch")
+
+
+@dataclass(frozen=True)
+class PSRLConfig:
+    """Settings of prefix sharing. Error messages name the key as users write it (``psrl.max_tokens``)."""
+
+    enable: bool = True
+    """Share prefixes. False runs veRL's own Megatron path, unchanged."""
+    max_tokens: int | None = None
+    """Token budget of a micro-batch in the update. None: the engine's ``max_token_len_per_gpu``."""
+    infer_max_tokens: int | None = None
+    """Token budget of a micro-batch in forward-only phases. None: the engine's ``infer_max_token_len_per_gpu``."""
+    kv_cache_bytes: int | None = None
+    """Most bytes of cached K/V and gradient accumulators on a rank. None: ``kv_cache_fraction`` of the device
+    memory that is free when a mini-batch starts (no limit on CPU)."""
+    kv_cache_fraction: float = 0.5
+    """Share of the free device memory that the cache may take when ``kv_cache_bytes`` is None."""
+    attention_backend: str = "auto"
+    """``auto`` picks the fastest backend for the device; ``reference`` is dense and for tests."""
+    loss_scope: str = "auto"
+    """``sample``: the loss is a sum over samples, each evaluated once at its completion. ``mini_batch``: the loss
+    couples samples; one more forward pass computes all log-probs first. ``auto`` knows veRL's losses and takes
+    ``mini_batch`` for any other."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "infer_max_tokens", "kv_cache_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"psrl.{name} must be an integer or null, got {value!r}")
+            if value < 1:
+                raise ConfigError(f"psrl.{name} must be at least 1, got {value}")
+        if not isinstance(self.enable, bool):
+            raise ConfigError(f"psrl.enable must be true or false, got {self.enable!r}")
+        if not 0.0 < self.kv_cache_fraction <= 1.0:
+            raise ConfigError(f"psrl.kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
+        for name, choices in (("attention_backend", ATTENTION_BACKENDS), ("loss_scope", LOSS_SCOPES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"psrl.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> PSRLConfig:
+        """Build from a config mapping.
+
+        Raises:
+            ConfigError: an unknown key, or a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown key psrl.{key}; known keys: {', '.join(known)}")
+        return cls(**dict(values))

@@ -1,0 +1,96 @@
+"""Work and bytes: FLOPs of forward and backward, and the K/V bytes of a token.
+
+A GEMM's backward costs twice its forward; flash attention's backward 2.5 times (it recomputes the scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+GEMM_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5
+
+CostFunction = Callable[[int, int, int], float]
+"""Forward cost of a micro-batch from its tokens, visible attention pairs and logit rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Amounts that FLOPs follow from."""
+
+    tokens: int
+    pairs: int
+    """Visible (query, key) pairs."""
+    rows: int
+    """Rows of the vocabulary projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder as the cost model sees it (whole model, all ranks)."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    output_size: int
+    """Columns of the output layer: the vocabulary, or 1 for a value head."""
+    gated_mlp: bool = True
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward FLOPs of a token in the layers' GEMMs."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = self.hidden_size * self.ffn_size * (3 if self.gated_mlp else 2)
+        return 2.0 * self.num_layers * (attention + mlp)
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Forward FLOPs of a visible (query, key) pair over all layers: scores and weighted values."""
+        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def flops_per_row(self) -> float:
+        """Forward FLOPs of a row of the output layer."""
+        return 2.0 * self.hidden_size * self.output_size
+
+    def forward_flops(self, work: Work) -> float:
+        return (
+            work.tokens * self.flops_per_token + work.pairs * self.flops_per_pair + work.rows * self.flops_per_row
+        )
+
+    def backward_flops(self, work: Work) -> float:
+        gemms = work.tokens * self.flops_per_token + work.rows * self.flops_per_row
+        return GEMM_BACKWARD * gemms + ATTENTION_BACKWARD * work.pairs * self.flops_per_pair
+
+    def cost(self, tokens: int, pairs: int, rows: int) -> float:
+        """The default CostFunction: forward FLOPs."""
+        return self.forward_flops(Work(tokens, pairs, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class KVFootprint:
+    """Bytes of the cache on one rank."""
+
+    kv_bytes_per_token: int
+    """K and V of one token over the layers and heads of this rank."""
+    grad_bytes_per_token: int
+    """Gradient accumulators of one token (fp32, or fp64 for an fp64 model)."""
+    budget_bytes: int | None = None
+    """Most bytes that the cache may hold at once. None: no limit."""
+
+    @classmethod
+    def of_layers(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        itemsize: int,
+        budget_bytes: int | None = None,
+    ) -> KVFootprint:
+        """Footprint of ``num_layers`` local layers with ``num_kv_heads`` local heads in a dtype of ``itemsize`` bytes."""
+        values = 2 * num_layers * num_kv_heads * head_dim
+        return cls(values * itemsize, values * max(4, itemsize), budget_bytes)

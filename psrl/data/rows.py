@@ -1,0 +1,63 @@
+"""Rows of a jsonl or jsonl.gz file, each with the place it came from."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from psrl.errors import InputError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Row(NamedTuple):
+    """One JSON object of a file."""
+
+    where: str
+    """``file:line``, for messages."""
+    values: dict[str, Any]
+
+
+def read_rows(path: str | PathLike[str]) -> Iterator[Row]:
+    """Yield the JSON objects of a file in order; blank lines are no rows. Compression is told by content.
+
+    Raises:
+        InputError: the file cannot be read or decompressed, or a line is not a JSON object; names file and line.
+    """
+    path = Path(path)
+    line_number = 0
+    try:
+        with _open(path) as stream:
+            for line_number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _parse(line, f"{path}:{line_number}")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}:{line_number + 1}: the gzip stream is broken or truncated ({error})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the file: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    raw = path.open("rb")
+    compressed = raw.peek(2)[:2] == _GZIP_MAGIC or path.suffix == ".gz"
+    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if compressed else raw  # type: ignore[arg-type]
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: broken JSON row: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting without end
+        raise InputError(f"{where}: broken JSON row: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: a row must be a JSON object, got {type(values).__name__}")
+    return Row(where, values)

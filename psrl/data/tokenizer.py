@@ -1,0 +1,111 @@
+"""Tokenizers for chat traces: a Hugging Face ``tokenizer.json``, a ``*.tiktoken`` vocabulary, or plain bytes.
+
+The libraries behind them are imported when one is loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from psrl.errors import InputError
+
+BYTES = "bytes"
+"""Name of the built-in tokenizer: ids 0 .. 255 are the bytes of the UTF-8 text, 256 and 257 the two ChatML tokens."""
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+
+# How Qwen splits text before merging (Qwen2Tokenizer, the pattern of its tokenizer.json).
+_QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The special tokens follow the merges, in Qwen's order.
+_QWEN_SPECIALS = ("<|endoftext|>", IM_START, IM_END)
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """Text to ids, and the ids of the two tokens that frame a ChatML message (None where the vocabulary has none)."""
+
+    name: str
+    encode: Callable[[str], Sequence[int]]
+    """Ids of a text; markup of special tokens inside it is ordinary text where the library allows that."""
+    im_start_id: int | None
+    im_end_id: int | None
+
+
+def load_tokenizer(source: str | None) -> ChatTokenizer:
+    """Load a tokenizer.
+
+    Args:
+        source: a folder with ``tokenizer.json``, that file itself, a ``*.tiktoken`` file, or ``bytes`` or None for the
+            built-in byte tokenizer.
+
+    Raises:
+        InputError: nothing is there, the file is broken, or the library to read it is not installed.
+    """
+    if source is None or source == BYTES:
+        return ChatTokenizer(BYTES, lambda text: list(text.encode("utf-8")), 256, 257)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"--tokenizer {source}: no file {path}: expected tokenizer.json, a *.tiktoken file or 'bytes'")
+    return _load_tiktoken(path) if path.suffix == ".tiktoken" else _load_huggingface(path)
+
+
+def _load_huggingface(path: Path) -> ChatTokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InputError(f"{path} needs the package tokenizers: pip install tokenizers") from error
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for any broken file
+        raise InputError(f"{path}: not a tokenizer.json: {_one_line(error)}") from error
+    return ChatTokenizer(
+        name=str(path),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        im_start_id=tokenizer.token_to_id(IM_START),
+        im_end_id=tokenizer.token_to_id(IM_END),
+    )
+
+
+def _load_tiktoken(path: Path) -> ChatTokenizer:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise InputError(f"{path} needs the package tiktoken: pip install tiktoken") from error
+    ranks = _read_ranks(path)
+    first = max(ranks.values()) + 1
+    specials = {token: first + i for i, token in enumerate(_QWEN_SPECIALS)}
+    encoding = tiktoken.Encoding(path.stem, pat_str=_QWEN_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+    return ChatTokenizer(
+        name=str(path),
+        encode=lambda text: encoding.encode(text, disallowed_special=()),
+        im_start_id=specials[IM_START],
+        im_end_id=specials[IM_END],
+    )
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Token bytes to rank: a line holds the base64 of the bytes and the rank."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise InputError(f"{path}:{number}: expected the base64 of a token and its rank") from error
+    if not ranks:
+        raise InputError(f"{path}: no tokens in the file")
+    return ranks
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,33 @@
+"""Every error that psrl raises on purpose.
+
+A message carries the offending values and the way out. Subclasses also inherit the closest standard type, so that
+callers who catch ``ValueError`` or ``NotImplementedError`` keep working.
+"""
+
+
+class PSRLError(Exception):
+    """Root of psrl's errors."""
+
+
+class ConfigError(PSRLError, ValueError):
+    """A setting is out of range or contradicts another; the message names the key."""
+
+
+class InputError(PSRLError, ValueError):
+    """A sample file or batch is malformed; the message names the place (file and line, or sample)."""
+
+
+class UnsupportedError(PSRLError, NotImplementedError):
+    """Sharing is impossible with this option; the message names the option."""
+
+
+class PlanError(PSRLError, AssertionError):
+    """A plan violates an invariant. Always a bug in psrl, never a user's mistake."""
+
+
+class MemoryBudgetError(PSRLError, MemoryError):
+    """The KV budget cannot hold even one root path; the message says how much it would need."""
+
+
+class LossError(PSRLError, ValueError):
+    """A loss function behaves in a way that its declared scope does not allow."""

@@ -1,0 +1,179 @@
+"""Megatron-Core on a machine without a GPU: process-wide hooks and a scoped redirection of ``device="cuda"``.
+
+Everything here does nothing where CUDA is available. :func:`install` once per process, before a model is built;
+:func:`device_mode` around every entry point that builds, runs or saves a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from psrl.integrations.megatron.hooks import HookSet
+
+CPU = torch.device("cpu")
+HOOKS = HookSet()
+_local = threading.local()
+
+
+def is_active() -> bool:
+    """True where Megatron has to run on the CPU."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Apply the process-wide hooks. Idempotent; does nothing where CUDA is available."""
+    if is_active():
+        HOOKS.install()
+
+
+@contextlib.contextmanager
+def device_mode() -> Iterator[None]:
+    """Redirect CUDA devices to the CPU for torch calls of this thread. Reentrant; nothing where CUDA is available.
+
+    Cause: literals ``device="cuda"`` (megatron/core/optimizer/optimizer.py:473, clip_grads.py:103,
+    pipeline_parallel/schedules.py:639, ...), ``Module.cuda`` (mbridge/utils), and the choice of an optimizer path by
+    ``tensor.type() == "torch.cuda.FloatTensor"`` (optimizer.py:671, distrib_optimizer.py:361, clip_grads.py:167).
+    Remove when Megatron-Core takes the device from its configuration.
+    """
+    if not is_active() or getattr(_local, "depth", 0):
+        yield
+        return
+    _local.depth = 1
+    try:
+        with _CudaToCpu():
+            yield
+    finally:
+        _local.depth = 0
+
+
+def in_device_mode(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Advance ``iterator`` in device mode, and leave the mode while the consumer runs."""
+    while True:
+        with device_mode():
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
+
+
+_TYPE_NAMES = {
+    "torch.DoubleTensor": "torch.cuda.FloatTensor",  # Megatron's full-precision path, see float64.py
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _CudaToCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return _TYPE_NAMES.get(name, name)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _NoStream:
+    """A CUDA stream or event on a device that runs everything in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Accept any arguments of ``torch.cuda.Stream`` and ``torch.cuda.Event``."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Everything before this call has already run."""
+
+    wait_event = record = wait = wait_stream
+
+    def synchronize(self) -> None:
+        """Everything has already run."""
+
+
+@HOOKS.add(
+    cause="asks torch.cuda for the current device, streams and synchronisation without a device argument",
+    upstream="megatron/core/tensor_parallel/layers.py:261, distributed/param_and_grad_buffer.py:783, "
+    "distributed/distributed_data_parallel.py:230, pipeline_parallel/p2p_communication.py:420",
+    remove_when="Megatron-Core goes through a platform interface instead of torch.cuda",
+)
+def torch_cuda_functions() -> None:
+    stream = _NoStream()
+    replacements: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "synchronize": lambda device=None: None,
+        "Stream": _NoStream,
+        "Event": _NoStream,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+
+
+@HOOKS.add(
+    cause="the small fused functions (swiglu, bias-dropout-add) and veRL's entropy are compiled at run time, which "
+    "needs a C++ tool chain, costs seconds per shape, and fails under a TorchFunctionMode",
+    upstream="megatron/core/jit.py:21, verl/utils/megatron/tensor_parallel.py:118",
+    remove_when="both have a switch to leave these functions eager",
+)
+def no_run_time_compilation() -> None:
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+@HOOKS.add(
+    cause="weights are initialised, and recomputed layers replayed, with the CUDA generator; on the CPU the tensors "
+    "draw from the CPU generator",
+    upstream="megatron/core/tensor_parallel/random.py:41 (_get_cuda_rng_state), :72 (_set_cuda_rng_state), "
+    ":161 (CudaRNGStatesTracker)",
+    remove_when="Megatron-Core's tracker takes the generator as an argument",
+)
+def rng_on_cpu_generator() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    class CPURNGStatesTracker(megatron_random.CudaRNGStatesTracker):
+        """Named states of the CPU generator."""
+
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random state {name!r} or seed {seed} already exists")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    megatron_random.CudaRNGStatesTracker = CPURNGStatesTracker
+    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)

@@ -1,0 +1,186 @@
+"""Transformer layers without TransformerEngine, under TransformerEngine's parameter names.
+
+Model bridges map Hugging Face weights to the names of Megatron-Core's TransformerEngine layers
+(``linear_qkv.layer_norm_weight``, ...). These layers have the same names, so the maps work unchanged. Dense models.
+
+Shape legend: T packed tokens, N query heads, K key/value heads, H head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from psrl.errors import UnsupportedError
+from psrl.integrations.megatron import cpu_device
+from psrl.runtime.attention import AttentionLayout, attend_layout
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension in float32 or wider; the result has the dtype of ``x``."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(compute), weight.shape, weight.to(compute), eps).to(x.dtype)
+
+
+def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
+    if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+        raise UnsupportedError(
+            f"normalization={config.normalization!r} with layernorm_zero_centered_gamma="
+            f"{config.layernorm_zero_centered_gamma} needs TransformerEngine; without it only RMSNorm is available"
+        )
+    weight = torch.nn.Parameter(
+        torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+    )
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+class RMSNorm(torch.nn.Module):
+    """Stands in for ``TENorm``."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(hidden_size, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class RMSNormColumnParallelLinear(ColumnParallelLinear):
+    """Stands in for ``TELayerNormColumnParallelLinear``: the norm's weight is ``layer_norm_weight``."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = _norm_weight(input_size, config)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+
+class PackedCoreAttention(MegatronModule):
+    """Causal attention of packed sequences, each on its own. Stands in for ``TEDotProductAttention``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        backend: str = "auto",
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.backend = backend
+
+    def forward(
+        self,
+        query_TNH: torch.Tensor,
+        key_TKH: torch.Tensor,
+        value_TKH: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Returns [T, N * H].
+
+        Raises:
+            UnsupportedError: the sequences are not packed.
+        """
+        if packed_seq_params is None:
+            raise UnsupportedError("use_remove_padding=False: only packed sequences are supported, set it to True")
+        layout = packed_layout(packed_seq_params)
+        out_TNH = attend_layout(
+            query_TNH, key_TKH, value_TKH, layout, scale=self.softmax_scale, backend=self.backend
+        )
+        return out_TNH.flatten(1)
+
+
+def packed_layout(packed_seq_params: PackedSeqParams) -> AttentionLayout:
+    """The layout of a micro-batch of packed sequences, built by its first layer and kept on ``packed_seq_params``."""
+    layout = getattr(packed_seq_params, "_psrl_layout", None)
+    if layout is None:
+        cu_seqlens = packed_seq_params.cu_seqlens_q_padded
+        if cu_seqlens is None:
+            cu_seqlens = packed_seq_params.cu_seqlens_q
+        layout = AttentionLayout.from_cu_seqlens(cu_seqlens)
+        packed_seq_params._psrl_layout = layout
+    return layout
+
+
+class LocalLayerProvider(BackendSpecProvider):
+    """Modules for ``get_gpt_layer_with_transformer_engine_spec`` where TransformerEngine cannot be used."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return RMSNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedCoreAttention
+
+    def activation_func(self) -> None:
+        return None
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple:
+        raise UnsupportedError("num_moe_experts: mixture-of-experts layers need TransformerEngine; use a dense model")
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are built from TransformerEngine: it is installed and there is a GPU to run it."""
+    return not cpu_device.is_active() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@contextlib.contextmanager
+def layer_specs() -> Iterator[None]:
+    """While active, ``get_gpt_decoder_block_spec(use_transformer_engine=True)`` builds layers for this machine.
+
+    Without TransformerEngine they come from this module; with it they are Megatron-Core's own.
+
+    Cause: ``TESpecProvider`` and ``TENorm`` are unbound without TransformerEngine
+    (megatron/core/models/gpt/gpt_layer_specs.py:44, used at :238 and :527), and mbridge builds its specs inside
+    ``_get_transformer_layer_spec`` (mbridge/core/llm_bridge.py:115). Remove when Megatron-Core takes the provider as
+    an argument.
+    """
+    if uses_transformer_engine():
+        yield
+        return
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    replacements = {"TESpecProvider": LocalLayerProvider, "TENorm": RMSNorm}
+    missing = object()
+    previous = {name: getattr(gpt_layer_specs, name, missing) for name in replacements}
+    for name, value in replacements.items():
+        setattr(gpt_layer_specs, name, value)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is missing:
+                delattr(gpt_layer_specs, name)
+            else:
+                setattr(gpt_layer_specs, name, value)

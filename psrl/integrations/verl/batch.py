@@ -1,0 +1,135 @@
+"""From veRL's TensorDict to a SampleBatch.
+
+Shape legend: N tokens of all samples, S samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+from psrl.errors import InputError, UnsupportedError
+from psrl.types import BoolArray, FloatArray, IntArray, SampleBatch
+
+_REFUSED_FLAGS = {
+    "calculate_sum_pi_squared": "calculate_sum_pi_squared (optimal_token_baseline)",
+    "distillation_use_topk": "distillation",
+    "distillation_only": "distillation",
+    "enable_routing_replay": "router_replay",
+}
+
+
+class RowSelector:
+    """Selects rows of a mini-batch, unbinding its jagged tensors once."""
+
+    def __init__(self, data: TensorDict) -> None:
+        self.data = data
+        self._unbound = {key: value.unbind() for key, value in data.items()
+                         if isinstance(value, torch.Tensor) and value.is_nested}  # fmt: skip
+
+    def select(self, rows: IntArray) -> TensorDict:
+        """The chosen rows as a new TensorDict; non-tensor data of the whole batch stays."""
+        index = torch.from_numpy(rows)
+        jagged = {key: tu.nested_tensor_from_tensor_list([parts[row] for row in rows.tolist()])
+                  for key, parts in self._unbound.items()}  # fmt: skip
+        others = tu.index_select_tensor_dict(self.data.exclude(*jagged), index)
+        others.update(jagged)
+        return others
+
+
+def samples_from_tensordict(data: TensorDict) -> SampleBatch:
+    """Read the samples of a mini-batch. Targets are the tokens of ``loss_mask``.
+
+    ``loss_mask`` covers a whole sample (supervised data) or its response, jagged or right-padded (RL data).
+
+    Raises:
+        UnsupportedError: the batch asks for something that rules out sharing.
+        InputError: fields disagree in length, or a first token is a target.
+    """
+    _refuse_unsupported(data)
+    input_ids = data["input_ids"]
+    cu_seqlens = input_ids.offsets().cpu().numpy().astype(np.int64)
+    return SampleBatch(
+        token_ids_N=input_ids.values().cpu().numpy().astype(np.int64),
+        position_ids_N=_positions(data, cu_seqlens),
+        cu_seqlens=cu_seqlens,
+        target_mask_N=_targets(data, cu_seqlens),
+        group_ids_S=_group_ids(data, len(cu_seqlens) - 1),
+        temperatures_S=_temperatures(data, len(cu_seqlens) - 1),
+    )
+
+
+def _refuse_unsupported(data: TensorDict) -> None:
+    for key, option in _REFUSED_FLAGS.items():
+        if tu.get_non_tensor_data(data, key=key, default=False):
+            raise UnsupportedError(f"prefix sharing does not support {option}; switch it off or set psrl.enable=false")
+    if tu.get_non_tensor_data(data, key="pad_mode", default=DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
+        raise UnsupportedError("prefix sharing needs pad_mode=no_padding; set it or set psrl.enable=false")
+    if not data["input_ids"].is_nested:
+        raise UnsupportedError("prefix sharing needs jagged input_ids (use_remove_padding=true)")
+    for row in data.get("multi_modal_inputs", None) or []:
+        if len(tu.unwrap_non_tensor_data(row) or {}):
+            raise UnsupportedError("prefix sharing does not support multi_modal_inputs; set psrl.enable=false")
+
+
+def _positions(data: TensorDict, cu_seqlens: IntArray) -> IntArray:
+    position_ids = data.get("position_ids", None)
+    if position_ids is None:
+        return np.arange(cu_seqlens[-1], dtype=np.int64) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    if position_ids.dim() > 2:
+        raise UnsupportedError("prefix sharing does not support multi-axis position_ids (mrope); set psrl.enable=false")
+    values = position_ids.values().cpu().numpy().astype(np.int64)
+    if len(values) != cu_seqlens[-1]:
+        raise InputError(f"position_ids has {len(values)} entries, input_ids {cu_seqlens[-1]}")
+    return values
+
+
+def _targets(data: TensorDict, cu_seqlens: IntArray) -> BoolArray:
+    """[N] loss mask, right-aligned in each sample where it covers the response only."""
+    loss_mask = data["loss_mask"]
+    seqlens = np.diff(cu_seqlens)
+    if loss_mask.is_nested:
+        values, lengths = loss_mask.values().cpu().numpy() != 0, loss_mask.offsets().diff().cpu().numpy()
+    else:
+        lengths = _response_lengths(data, loss_mask)
+        padded = loss_mask.cpu().numpy() != 0
+        values = padded[np.arange(padded.shape[1]) < lengths[:, None]]
+    if (lengths > seqlens).any():
+        sample = int(np.argmax(lengths > seqlens))
+        raise InputError(f"sample {sample}: loss_mask has {lengths[sample]} entries for {seqlens[sample]} tokens")
+    mask = np.zeros(cu_seqlens[-1], dtype=bool)
+    ends = np.cumsum(lengths)
+    shift = np.repeat(cu_seqlens[1:] - ends, lengths)
+    mask[np.arange(len(values)) + shift] = values
+    return mask
+
+
+def _response_lengths(data: TensorDict, loss_mask: torch.Tensor) -> IntArray:
+    responses = data.get("responses", None)
+    if responses is not None and responses.is_nested:
+        return responses.offsets().diff().cpu().numpy().astype(np.int64)
+    if "attention_mask" not in data:
+        raise InputError("a padded loss_mask needs jagged responses or an attention_mask to tell response lengths")
+    return data["attention_mask"][:, -loss_mask.shape[1] :].sum(-1).cpu().numpy().astype(np.int64)
+
+
+def _group_ids(data: TensorDict, num_samples: int) -> IntArray:
+    """Dense ids of veRL's ``uid``; every sample its own group without one."""
+    uids: Any = data.get("uid", None)
+    if uids is None:
+        return np.arange(num_samples, dtype=np.int64)
+    names = [str(tu.unwrap_non_tensor_data(uid)) for uid in uids]
+    return np.unique(names, return_inverse=True)[1].astype(np.int64).reshape(-1)
+
+
+def _temperatures(data: TensorDict, num_samples: int) -> FloatArray:
+    temperature = data.get("temperature", None)
+    if temperature is None:
+        return np.ones(num_samples)
+    values = torch.as_tensor(tu.unwrap_non_tensor_data(temperature), dtype=torch.float64).cpu().numpy()
+    return np.broadcast_to(values.reshape(-1), (num_samples,)).copy()

@@ -1,0 +1,103 @@
+"""The pinned upstream versions, and what has to be worked around in them on every device."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.version import Version
+
+from psrl.errors import UnsupportedError
+from psrl.integrations.megatron.hooks import HookSet
+
+VERL = "0.9.1"
+MEGATRON_CORE = "0.16.1"
+HOOKS = HookSet()
+logger = logging.getLogger("psrl")
+
+
+def install() -> None:
+    """Check the versions and apply the hooks. Idempotent."""
+    check_versions()
+    HOOKS.install()
+
+
+def check_versions() -> None:
+    """Raises:
+    UnsupportedError: veRL or Megatron-Core is missing or of another version than psrl is built for.
+    """
+    found = {name: _version(name) for name in ("verl", "megatron-core")}
+    if found["verl"] is None or Version(found["verl"]).release != Version(VERL).release:
+        raise UnsupportedError(f"verl {found['verl'] or 'is not installed'}: psrl needs verl=={VERL}")
+    if found["megatron-core"] is None or Version(found["megatron-core"]).release < Version(MEGATRON_CORE).release:
+        raise UnsupportedError(
+            f"megatron-core {found['megatron-core'] or 'is not installed'}: psrl needs megatron-core>={MEGATRON_CORE}"
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@HOOKS.add(
+    cause="a bridge for a model with tied embeddings changes the weight map of its class, so that a later model with "
+    "an output layer of its own loads and exports the embedding in its place",
+    upstream="mbridge/models/qwen2.py:58 (Qwen2Bridge._adjust_mapping_for_shared_weights), inherited by Qwen3Bridge",
+    remove_when="mbridge copies the map before it changes it",
+)
+def bridge_owns_its_weight_map() -> None:
+    try:
+        from mbridge.core.bridge import Bridge
+    except ImportError:
+        return  # Megatron-Bridge is used instead
+    upstream = Bridge.__init__
+
+    def __init__(self: Bridge, *args: object, **kwargs: object) -> None:
+        self._DIRECT_MAPPING = dict(type(self)._DIRECT_MAPPING)
+        upstream(self, *args, **kwargs)
+
+    Bridge.__init__ = __init__
+
+
+_NOISY_WARNINGS = (DeprecationWarning, FutureWarning, UserWarning)
+
+
+@contextlib.contextmanager
+def quiet_upstream() -> Iterator[None]:
+    """Keep upstream prints, log messages below ERROR and warnings off the terminal; psrl's own messages pass.
+
+    If the body raises, what was printed goes to stderr first. Does nothing while the ``psrl`` logger is at DEBUG.
+    Wrap the import of veRL and Megatron-Core as well: both warn on import.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        yield
+        return
+    printed = io.StringIO()
+    if not logging.root.handlers:
+        logging.basicConfig(format="%(levelname)s: %(message)s")  # or veRL adds a handler of its own on import
+    handlers = list(logging.root.handlers)
+    try:
+        for handler in handlers:
+            handler.addFilter(_passes)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+            for category in _NOISY_WARNINGS:
+                warnings.simplefilter("ignore", category)
+            yield
+    except BaseException:
+        sys.stderr.write(printed.getvalue())
+        raise
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_passes)
+
+
+def _passes(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or record.name.partition(".")[0] == "psrl"

@@ -1,0 +1,90 @@
+"""veRL's Megatron engine on any device: what its entry points need on a CPU, and float64 throughout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from psrl.integrations.megatron import cpu_device, float64
+from psrl.integrations.megatron.local_spec import layer_specs
+from psrl.integrations.verl import compat, platform
+
+
+class DeviceModeMixin:
+    """Goes before veRL's engine in the bases: ``class Engine(DeviceModeMixin, MegatronEngineWithLMHead)``.
+
+    With CUDA every method is veRL's own. A thread must enter the model only through the engine's methods.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        compat.install()
+        platform.install()
+        with cpu_device.device_mode():
+            super().__init__(*args, **kwargs)
+        if self.engine_config.dtype == "float64":
+            float64.install()
+
+    @contextlib.contextmanager
+    def _device_mode(self) -> Iterator[None]:
+        """Around everything that builds, runs, updates, saves or loads the model."""
+        with cpu_device.device_mode(), contextlib.ExitStack() as stack:
+            if self.engine_config.dtype == "float64":
+                stack.enter_context(float64.float64_mode())
+            yield
+
+    def initialize(self) -> None:
+        with self._device_mode():
+            super().initialize()
+
+    def _build_megatron_module(self) -> Any:
+        with layer_specs():
+            return super()._build_megatron_module()
+
+    def _resolve_override_ddp_config(self) -> dict[str, Any]:
+        """Float64 gradients are accumulated in float64; upstream rounds every gradient to float32."""
+        config = super()._resolve_override_ddp_config()
+        if self.param_dtype == torch.float64:
+            config["grad_reduce_in_fp32"] = False
+        return config
+
+    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._device_mode():
+            output = super().forward_backward_batch(*args, **kwargs)
+        if self.param_dtype == torch.float64 and "loss" in output:
+            # engine_workers.py:190 sums them with torch.tensor, which makes float32 of Python floats.
+            output["loss"] = [torch.tensor(loss, dtype=torch.float64) for loss in output["loss"]]
+        return output
+
+    def optimizer_zero_grad(self) -> None:
+        with self._device_mode():
+            super().optimizer_zero_grad()
+
+    def optimizer_step(self) -> float:
+        with self._device_mode():
+            return super().optimizer_step()
+
+    def lr_scheduler_step(self) -> float | list[float]:
+        with self._device_mode():
+            return super().lr_scheduler_step()
+
+    def to(self, *args: Any, **kwargs: Any) -> None:
+        with self._device_mode():
+            super().to(*args, **kwargs)
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:
+        with self._device_mode():
+            params, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        return cpu_device.in_device_mode(iter(params)), peft_config
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._device_mode():
+            super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # no_grad: with float32 parameters the distributed optimizer writes into views of leaves
+        # (megatron/core/optimizer/distrib_optimizer.py:940).
+        with self._device_mode(), torch.no_grad():
+            super().load_checkpoint(*args, **kwargs)

@@ -1,0 +1,171 @@
+"""veRL engines with prefix sharing, registered as backend ``psrl`` for language and value models.
+
+Update, reference forward and old log-prob all reach ``forward_backward_batch``; everything else is veRL's Megatron
+engine. With ``psrl.enable=false`` that method is veRL's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+
+from psrl.config import PSRLConfig
+from psrl.cost import KVFootprint, ModelShape
+from psrl.errors import ConfigError
+from psrl.integrations.megatron.core_attention import number_cache_layers, share_prefixes_in_spec
+from psrl.integrations.megatron.passes import vocab_shard_group
+from psrl.integrations.megatron.surroundings import install_surroundings
+from psrl.integrations.verl.device_mixin import DeviceModeMixin
+from psrl.integrations.verl.mini_batch import BatchReport, MiniBatchRun
+from psrl.integrations.verl.support import check_supported
+from psrl.planner import build_plan
+from psrl.runtime.outputs import VocabShard, edge_log_probs
+from psrl.runtime.session import BoundMicroBatch
+from psrl.types import ExecutionPlan, SampleBatch
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+class PrefixSharingMixin(DeviceModeMixin):
+    """Overrides of a MegatronEngine. ``last_report`` is None until a batch has run with sharing."""
+
+    last_report: BatchReport | None = None
+    num_cache_layers: int = 0
+
+    @property
+    def psrl_config(self) -> PSRLConfig:
+        return self.engine_config.psrl
+
+    # -------------------------------------------------------------------------------------------------- building
+    def _build_megatron_module(self) -> Any:
+        if not self.psrl_config.enable:
+            return super()._build_megatron_module()
+        check_supported(self.tf_config, self.engine_config, self.model_config)
+        self._share_prefixes_in_bridge()
+        module = super()._build_megatron_module()
+        chunks = [unwrap_model(chunk) for chunk in module]
+        for chunk in chunks:
+            install_surroundings(chunk)
+        self.num_cache_layers = number_cache_layers(chunks)
+        return module
+
+    def _share_prefixes_in_bridge(self) -> None:
+        """Both bridges build the model from a layer spec that is asked for late: wrap the question."""
+        if self.vanilla_bridge:
+            spec_of = self.bridge._get_transformer_layer_spec
+            self.bridge._get_transformer_layer_spec = lambda *a, **k: share_prefixes_in_spec(spec_of(*a, **k))
+            return
+        spec = self.provider.transformer_layer_spec
+        self.provider.transformer_layer_spec = (
+            (lambda *a, **k: share_prefixes_in_spec(spec(*a, **k))) if callable(spec) else share_prefixes_in_spec(spec)
+        )
+
+    # --------------------------------------------------------------------------------------------------- running
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """One mini-batch: outputs, loss and metrics as upstream returns them for a single micro-batch."""
+        if not self.psrl_config.enable:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        data = data.to(get_device_id())
+        self._assign_normalizers(data)
+        run = MiniBatchRun(self, data, loss_function)
+        output = run.forward() if forward_only else run.update()
+        self.last_report = run.report()
+        return output
+
+    def _assign_normalizers(self, data: TensorDict) -> None:
+        """Global normalisers of the loss, as upstream's ``forward_backward_batch`` sets them."""
+        loss_mask = data["loss_mask"]
+        num_tokens = (loss_mask.values() if loss_mask.is_nested else loss_mask).sum().to(get_device_id())
+        torch.distributed.all_reduce(num_tokens, group=self.get_data_parallel_group())
+        tu.assign_non_tensor(
+            data,
+            batch_num_tokens=num_tokens.item(),
+            dp_size=self.get_data_parallel_size(),
+            sp_size=self.engine_config.context_parallel_size,
+        )
+
+    def build_plan(self, data: TensorDict, samples: SampleBatch, *, forward_only: bool) -> ExecutionPlan:
+        config = self.tf_config
+        shape = ModelShape(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_query_groups,
+            head_dim=config.kv_channels,
+            ffn_size=config.ffn_hidden_size,
+            output_size=1 if self.is_value_model else self.model_config.hf_config.vocab_size,
+            gated_mlp=config.gated_linear_unit,
+        )
+        footprint = KVFootprint.of_layers(
+            self.num_cache_layers,
+            max(1, config.num_query_groups // mpu.get_tensor_model_parallel_world_size()),
+            config.kv_channels,
+            self.param_dtype.itemsize,
+            self._kv_budget(),
+        )
+        return build_plan(
+            samples,
+            max_tokens=self._max_tokens(data, forward_only),
+            shape=shape,
+            footprint=footprint,
+            forward_only=forward_only,
+        )
+
+    def _kv_budget(self) -> int | None:
+        if self.psrl_config.kv_cache_bytes is not None:
+            return self.psrl_config.kv_cache_bytes
+        if not torch.cuda.is_available():
+            return None
+        return int(torch.cuda.mem_get_info()[0] * self.psrl_config.kv_cache_fraction)
+
+    def _max_tokens(self, data: TensorDict, forward_only: bool) -> int:
+        name = "infer_max_tokens" if forward_only else "max_tokens"
+        budget = getattr(self.psrl_config, name)
+        if budget is None and tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
+            budget = tu.get_non_tensor_data(data, key="max_token_len_per_gpu", default=None)
+        if budget is None:
+            raise ConfigError(f"psrl.{name} is needed: the engine gives no token budget (use_dynamic_bsz=false)")
+        return int(budget)
+
+    def micro_batch_outputs(self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool) -> dict[str, Tensor]:
+        """Per-edge outputs from the output layer's rows [1, R, columns]."""
+        if self.is_value_model:
+            return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_E]}
+        rows_RV = output[0]
+        group = vocab_shard_group()
+        start = rows_RV.shape[-1] * mpu.get_tensor_model_parallel_rank() if group is not None else 0
+        log_probs, entropy = edge_log_probs(
+            rows_RV,
+            micro_batch.row_temperature_R,
+            micro_batch.edge_rows_E,
+            micro_batch.edge_labels_E,
+            shard=VocabShard(start, group),
+            with_entropy=with_entropy,
+        )
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        return torch.float64 if self.param_dtype == torch.float64 else torch.float32
+
+
+@EngineRegistry.register(model_type="language_model", backend="psrl", device=["cpu", "cuda"])
+class PSRLEngineWithLMHead(PrefixSharingMixin, MegatronEngineWithLMHead):
+    """Actor and reference engine."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="psrl", device=["cpu", "cuda"])
+class PSRLEngineWithValueHead(PrefixSharingMixin, MegatronEngineWithValueHead):
+    """Critic engine."""

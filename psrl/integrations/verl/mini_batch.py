@@ -1,0 +1,164 @@
+"""One ``forward_backward_batch`` with prefix sharing: plan, passes, loss at completion, upstream's output format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.engine.utils import postprocess_batch_func
+
+from psrl.integrations.megatron.passes import run_plan
+from psrl.integrations.verl.batch import RowSelector, samples_from_tensordict
+from psrl.integrations.verl.loss_scope import resolve_loss_scope
+from psrl.runtime.loss import LossLedger
+from psrl.runtime.session import BoundMicroBatch, Session
+from psrl.types import ExecutionPlan, IntArray, PlanStats
+
+if TYPE_CHECKING:
+    from psrl.integrations.verl.engine import PrefixSharingMixin
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+_SUM_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What an engine's last ``forward_backward_batch`` did."""
+
+    stats: PlanStats
+    kv_bytes_measured: int
+    planning_seconds: float
+    seconds: float
+
+
+class MiniBatchRun:
+    """Plans and runs one mini-batch. Use once: ``forward`` or ``update``, then ``report``."""
+
+    def __init__(self, engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None) -> None:
+        self._start = time.perf_counter()
+        self._engine, self._loss_function = engine, loss_function
+        self._rows = RowSelector(data)
+        self._samples = samples_from_tensordict(data)
+        self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
+        self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
+        self._planning_seconds = 0.0
+        self._kv_bytes_measured = 0
+        self._metrics: dict[str, Any] = {}
+        self._plan: ExecutionPlan | None = None
+
+    def forward(self) -> dict[str, Any]:
+        """Outputs of all samples; the loss too, if there is a loss function. No gradients."""
+        ledger = self._run_forward()
+        loss = self._evaluate(None, ledger.sample_outputs()) if self._loss_function is not None else torch.tensor(1.0)
+        return self._output(ledger, float(loss))
+
+    def update(self) -> dict[str, Any]:
+        """Outputs, loss and metrics of all samples; adds the loss's gradients to the parameters."""
+        assert self._loss_function is not None
+        scope = resolve_loss_scope(self._engine.psrl_config.loss_scope, self._loss_function, self._rows.data)
+        if scope == "mini_batch":
+            ledger = self._run_forward()
+            ledger.complete(None, self._evaluate)
+            loss = ledger.loss_sum
+            self._run(self._build_plan(forward_only=False), lambda mb, outputs: ledger.surrogate(mb, outputs))
+            return self._output(ledger, loss)
+
+        plan = self._build_plan(forward_only=False)
+        ledger = self._new_ledger(plan)
+
+        def on_edges(micro_batch: BoundMicroBatch, outputs: dict[str, Tensor]) -> Tensor:
+            ledger.record(micro_batch, outputs)
+            if not torch.is_grad_enabled():
+                return next(iter(outputs.values())).sum()
+            ledger.complete(micro_batch.plan.completes, self._evaluate)
+            return ledger.surrogate(micro_batch, outputs)
+
+        self._run(plan, on_edges)
+        loss = 0.0
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            # Once more on the whole mini-batch: metrics that do not depend on the plan, and proof that the loss is a
+            # sum over samples.
+            with torch.no_grad():
+                loss = float(self._evaluate(None, ledger.sample_outputs()))
+            ledger.check_sum(loss, _SUM_TOLERANCE[self._engine.output_dtype])
+        return self._output(ledger, loss)
+
+    def report(self) -> BatchReport:
+        assert self._plan is not None
+        return BatchReport(
+            stats=self._plan.stats,
+            kv_bytes_measured=self._kv_bytes_measured,
+            planning_seconds=self._planning_seconds,
+            seconds=time.perf_counter() - self._start,
+        )
+
+    # --------------------------------------------------------------------------------------------------- passes
+    def _run_forward(self) -> LossLedger:
+        """All outputs, in one forward-only pass."""
+        plan = self._build_plan(forward_only=True)
+        ledger = self._new_ledger(plan)
+
+        def on_edges(micro_batch: BoundMicroBatch, outputs: dict[str, Tensor]) -> Tensor:
+            ledger.record(micro_batch, outputs)
+            return next(iter(outputs.values())).sum()
+
+        self._run(plan, on_edges)
+        return ledger
+
+    def _run(self, plan: ExecutionPlan, on_edges: Callable[[BoundMicroBatch, dict[str, Tensor]], Tensor]) -> None:
+        engine = self._engine
+        session = Session(
+            plan,
+            num_layers=engine.num_cache_layers,
+            device=torch.device(get_device_id()),
+            attention_backend=engine.psrl_config.attention_backend,
+        )
+
+        def on_output(micro_batch: BoundMicroBatch, output: Tensor, backward: bool) -> Tensor:
+            outputs = engine.micro_batch_outputs(micro_batch, output, self._with_entropy)
+            loss = on_edges(micro_batch, outputs)
+            # Without an edge, backward still has to run: descendants' gradients wait at the K/V taps.
+            return loss if micro_batch.has_edges or not backward else loss + 0.0 * output.sum()
+
+        run_plan(session, engine.module, on_output)
+        self._kv_bytes_measured = max(self._kv_bytes_measured, session.cache.tier.peak_bytes)
+
+    def _build_plan(self, *, forward_only: bool) -> ExecutionPlan:
+        start = time.perf_counter()
+        self._plan = self._engine.build_plan(self._rows.data, self._samples, forward_only=forward_only)
+        self._planning_seconds += time.perf_counter() - start
+        return self._plan
+
+    def _new_ledger(self, plan: ExecutionPlan) -> LossLedger:
+        return LossLedger(
+            plan.edges,
+            self._samples.cu_seqlens,
+            kinds=self._kinds,
+            dtype=self._engine.output_dtype,
+            device=torch.device(get_device_id()),
+        )
+
+    # ----------------------------------------------------------------------------------------------------- loss
+    def _evaluate(self, samples: IntArray | None, outputs: dict[str, Tensor]) -> Tensor:
+        """veRL's loss of some samples, or of all; the metrics of the last call are kept."""
+        data = self._rows.data if samples is None else self._rows.select(samples)
+        assert self._loss_function is not None
+        loss, self._metrics = self._loss_function(
+            model_output=outputs, data=data, dp_group=self._engine.get_data_parallel_group()
+        )
+        return loss
+
+    def _output(self, ledger: LossLedger, loss: float) -> dict[str, Any]:
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
+        whole = {"model_output": ledger.sample_outputs(), "loss": loss, "metrics": self._metrics}
+        return postprocess_batch_func([whole], indices=[list(range(self._samples.num_samples))], data=self._rows.data)

@@ -1,0 +1,136 @@
+"""Cutting the tree into micro-batches: spine segments and bins of light subtrees.
+
+Shape legend: U unique tokens in preorder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from psrl.cost import CostFunction
+from psrl.tree import PrefixTree
+from psrl.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class LightSubtree:
+    """A maximal subtree that fits the budget: unique tokens [root, end), hanging off ``attach`` (-1: a root)."""
+
+    root: int
+    end: int
+    attach: int
+    cost: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.root
+
+
+@dataclass(slots=True)
+class Bin:
+    """Light subtrees of one leaf micro-batch. All attach points lie on the root path of ``tip``."""
+
+    members: list[LightSubtree] = field(default_factory=list)
+    tip: int = -1
+    """Deepest attach point, -1 without a path."""
+
+
+def token_costs(tree: PrefixTree, num_rows_U: IntArray, cost: CostFunction) -> FloatArray:
+    """[U] marginal forward cost of every unique token: its GEMMs, the keys it sees, its logit rows."""
+    base = cost(0, 0, 0)
+    per_token, per_pair, per_row = cost(1, 0, 0) - base, cost(0, 1, 0) - base, cost(0, 0, 1) - base
+    return per_token + per_pair * (tree.depth_U + 1.0) + per_row * num_rows_U
+
+
+def is_spine(tree: PrefixTree, max_tokens: int) -> np.ndarray:
+    """[U] whether the token's subtree has more than ``max_tokens`` tokens."""
+    return tree.end_U - np.arange(tree.num_tokens) > max_tokens
+
+
+def cut_spine(spine_U: np.ndarray, cost_U: FloatArray, max_tokens: int) -> list[IntArray]:
+    """Cut the spine, in preorder, into the fewest segments of at most ``max_tokens`` tokens, of near-equal cost."""
+    tokens = np.flatnonzero(spine_U)
+    total = np.concatenate([[0.0], np.cumsum(cost_U[tokens])])
+    num_segments = -(-len(tokens) // max_tokens)
+    segments, start = [], 0
+    for left in range(num_segments, 0, -1):
+        rest = len(tokens) - start
+        fewest, most = rest - (left - 1) * max_tokens, min(max_tokens, rest - (left - 1))
+        wanted = int(np.searchsorted(total, total[start] + (total[-1] - total[start]) / left)) - start
+        take = min(max(wanted, fewest, 1), most)
+        segments.append(tokens[start : start + take])
+        start += take
+    return segments
+
+
+def pack_light_subtrees(tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray, max_tokens: int) -> list[Bin]:
+    """Pack the light subtrees into few bins of at most ``max_tokens`` tokens, then even out their cost.
+
+    First-fit decreasing fixes the number of bins; longest-processing-time assignment to that many bins balances cost
+    and is taken where it respects budget and root paths.
+    """
+    items = _light_subtrees(tree, spine_U, cost_U)
+    if not items:
+        return []
+    fewest = _assign(tree, sorted(items, key=lambda x: (-x.num_tokens, x.root)), max_tokens, num_bins=None)
+    assert fewest is not None  # an open number of bins always fits
+    if len(fewest) == 1:
+        return fewest
+    balanced = _assign(tree, sorted(items, key=lambda x: (-x.cost, x.root)), max_tokens, num_bins=len(fewest))
+    if balanced is None or _largest_cost(balanced) > _largest_cost(fewest):
+        return fewest
+    return balanced
+
+
+def _light_subtrees(tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray) -> list[LightSubtree]:
+    below_spine = (tree.parent_U < 0) | spine_U[tree.parent_U]
+    roots = np.flatnonzero(~spine_U & below_spine)
+    total = np.concatenate([[0.0], np.cumsum(cost_U)])
+    return [
+        LightSubtree(root, end, attach, float(total[end] - total[root]))
+        for root, end, attach in zip(
+            roots.tolist(), tree.end_U[roots].tolist(), tree.parent_U[roots].tolist(), strict=True
+        )
+    ]
+
+
+def _assign(tree: PrefixTree, items: list[LightSubtree], max_tokens: int, num_bins: int | None) -> list[Bin] | None:
+    """Put items in the given order into bins.
+
+    With an open number of bins (None), each goes to the fullest bin that takes it, else to a new one. With a fixed
+    number, each goes to the cheapest bin that takes it; None if one fits nowhere.
+    """
+    capacity = len(items) if num_bins is None else num_bins
+    opened = 0 if num_bins is None else num_bins
+    tips = np.full(capacity, -1, dtype=np.int64)
+    tip_ends = np.full(capacity, tree.num_tokens, dtype=np.int64)  # a bin without a path is compatible with any
+    loads = np.zeros(capacity, dtype=np.int64)
+    costs = np.zeros(capacity)
+    bins = [Bin() for _ in range(opened)]
+    for item in items:
+        fits = loads[:opened] + item.num_tokens <= max_tokens
+        if item.attach >= 0:
+            tip, tip_end, attach = tips[:opened], tip_ends[:opened], item.attach
+            fits &= ((tip <= attach) & (attach < tip_end)) | ((attach <= tip) & (tip < tree.end_U[attach]))
+        candidates = np.flatnonzero(fits)
+        if len(candidates):
+            key = costs[candidates] if num_bins is not None else -loads[candidates]
+            chosen = int(candidates[np.argmin(key)])
+        elif num_bins is None:
+            chosen, opened = opened, opened + 1
+            bins.append(Bin())
+        else:
+            return None
+        loads[chosen] += item.num_tokens
+        costs[chosen] += item.cost
+        bins[chosen].members.append(item)
+        if item.attach > bins[chosen].tip:  # on one root path, deeper means later in preorder
+            bins[chosen].tip = tips[chosen] = item.attach
+            tip_ends[chosen] = tree.end_U[item.attach]
+    return [b for b in bins if b.members]
+
+
+def _largest_cost(bins: list[Bin]) -> float:
+    return max(sum(item.cost for item in b.members) for b in bins)

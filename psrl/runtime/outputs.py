@@ -1,0 +1,99 @@
+"""From logit rows to per-edge outputs: log-probs, and the entropy of the row that an edge belongs to.
+
+Shape legend: R logit rows, V vocabulary entries on this rank, E edges of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class VocabShard(NamedTuple):
+    """The slice of the vocabulary that this tensor-parallel rank holds."""
+
+    start: int
+    group: dist.ProcessGroup | None
+    """None when one rank holds the whole vocabulary."""
+
+
+def edge_log_probs(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    edge_rows_E: Tensor,
+    edge_labels_E: Tensor,
+    *,
+    shard: VocabShard,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of every edge's label under its row, and that row's entropy. Differentiable in the logits.
+
+    One softmax serves all edges of a row and both outputs. Computed in float32, or float64 for float64 logits.
+
+    Returns:
+        log-probs [E] and entropies [E] (None unless ``with_entropy``).
+    """
+    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+    scaled_RV = logits_RV.to(dtype)
+    if not bool((temperature_R == 1.0).all()):
+        # Upstream treats a non-positive temperature (padding) as 1e-8.
+        scaled_RV = scaled_RV / temperature_R.to(dtype).clamp_min(1e-8).unsqueeze(-1)
+    log_probs_E, entropy_R = _EdgeLogProbs.apply(scaled_RV, edge_rows_E, edge_labels_E, shard, with_entropy)
+    return log_probs_E, entropy_R[edge_rows_E] if with_entropy else None
+
+
+class _EdgeLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, z_RV: Tensor, rows_E: Tensor, labels_E: Tensor, shard: VocabShard, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        if shard.group is None:
+            log_p_RV = F.log_softmax(z_RV, dim=-1)
+            log_probs_E = log_p_RV[rows_E, labels_E]
+        else:
+            log_p_RV = z_RV - _sharded_logsumexp(z_RV, shard.group).unsqueeze(-1)
+            local_E = labels_E - shard.start
+            inside_E = (local_E >= 0) & (local_E < z_RV.shape[-1])
+            log_probs_E = torch.where(inside_E, log_p_RV[rows_E, local_E.clamp(0, z_RV.shape[-1] - 1)], 0.0)
+            dist.all_reduce(log_probs_E, group=shard.group)
+        entropy_R = z_RV.new_zeros(len(z_RV))
+        if with_entropy:
+            entropy_R = _negative_p_log_p(log_p_RV).sum(-1)
+            if shard.group is not None:
+                dist.all_reduce(entropy_R, group=shard.group)
+        ctx.save_for_backward(log_p_RV, rows_E, labels_E, entropy_R)
+        ctx.shard, ctx.with_entropy = shard, with_entropy
+        return log_probs_E, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, d_log_probs_E: Tensor, d_entropy_R: Tensor) -> tuple[Tensor | None, ...]:
+        log_p_RV, rows_E, labels_E, entropy_R = ctx.saved_tensors
+        weight_R = torch.zeros_like(entropy_R).index_put_((rows_E,), d_log_probs_E, accumulate=True)
+        p_RV = log_p_RV.exp()
+        if ctx.with_entropy:
+            # d entropy / d z_j = -p_j (log p_j + entropy)
+            dz_RV = _negative_p_log_p(log_p_RV).mul_(d_entropy_R.unsqueeze(-1))
+            dz_RV -= p_RV * (weight_R + entropy_R * d_entropy_R).unsqueeze(-1)
+        else:
+            dz_RV = p_RV.mul_(-weight_R.unsqueeze(-1))
+        local_E = labels_E - ctx.shard.start
+        inside_E = (local_E >= 0) & (local_E < log_p_RV.shape[-1])
+        dz_RV.index_put_((rows_E[inside_E], local_E[inside_E]), d_log_probs_E[inside_E], accumulate=True)
+        return dz_RV, None, None, None, None
+
+
+def _negative_p_log_p(log_p_RV: Tensor) -> Tensor:
+    """-p log p, 0 where p is 0."""
+    return log_p_RV.exp().mul_(log_p_RV.clamp_min(torch.finfo(log_p_RV.dtype).min)).neg_()
+
+
+def _sharded_logsumexp(z_RV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    top_R = z_RV.max(-1).values
+    dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=group)
+    total_R = (z_RV - top_R.unsqueeze(-1)).exp_().sum(-1)
+    dist.all_reduce(total_R, group=group)
+    return total_R.log_().add_(top_R)

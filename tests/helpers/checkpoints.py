@@ -1,0 +1,67 @@
+"""Random tiny Hugging Face checkpoints, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+def make_checkpoint(
+    path: str | Path,
+    kind: str = "qwen2",
+    tied: bool = False,
+    vocab: int = 128,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+) -> str:
+    """Write a seeded random checkpoint (float32) with a word-level tokenizer to ``path``; returns ``path`` as str.
+
+    Norms, biases and logits are made non-trivial, so that an error in any of them shows in gradients.
+    """
+    config_cls, model_cls = KINDS[kind]
+    extra = {"head_dim": hidden // heads} if kind == "qwen3" else {}
+    config = config_cls(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=65536,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **extra,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_cls(config).float()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "norm" in name or name.endswith("bias"):
+                    param.add_(0.1 * torch.randn_like(param))
+                else:
+                    param.mul_(3.0)
+    model.save_pretrained(path)
+    _make_tokenizer(path, vocab)
+    return str(path)
+
+
+def _make_tokenizer(path: str | Path, vocab: int) -> None:
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
