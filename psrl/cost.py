@@ -91,6 +91,6 @@ class KVFootprint:
         itemsize: int,
         budget_bytes: int | None = None,
     ) -> KVFootprint:
-        """Footprint of ``num_layers`` local layers with ``num_kv_heads`` local heads in a dtype of ``itemsize`` bytes."""
+        """Footprint of ``num_layers`` layers and ``num_kv_heads`` heads of this rank, ``itemsize`` bytes a value."""
         values = 2 * num_layers * num_kv_heads * head_dim
         return cls(values * itemsize, values * max(4, itemsize), budget_bytes)

@@ -49,13 +49,28 @@ def is_spine(tree: PrefixTree, max_tokens: int) -> np.ndarray:
     return tree.end_U - np.arange(tree.num_tokens) > max_tokens
 
 
-def cut_spine(spine_U: np.ndarray, cost_U: FloatArray, max_tokens: int) -> list[IntArray]:
-    """Cut the spine, in preorder, into the fewest segments of at most ``max_tokens`` tokens, of near-equal cost."""
+def cut_spine(
+    tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray, max_tokens: int, *, at_forks: bool = False
+) -> list[IntArray]:
+    """Cut the spine, in preorder, into segments of at most ``max_tokens`` tokens, of near-equal cost.
+
+    The fewest segments span branches: the end of one, the start of the next. Such a segment's backward waits for both.
+    With ``at_forks`` every segment lies on one branch, which needs more segments and least cache.
+    """
     tokens = np.flatnonzero(spine_U)
+    if not at_forks:
+        return _cut_evenly(tokens, cost_U, max_tokens)
+    parents = tree.parent_U[tokens[1:]]
+    later_siblings = parents != tokens[:-1]
+    starts_branch = later_siblings | np.isin(parents, parents[later_siblings])
+    runs = np.split(tokens, np.flatnonzero(starts_branch) + 1)
+    return [segment for run in runs for segment in _cut_evenly(run, cost_U, max_tokens)]
+
+
+def _cut_evenly(tokens: IntArray, cost_U: FloatArray, max_tokens: int) -> list[IntArray]:
     total = np.concatenate([[0.0], np.cumsum(cost_U[tokens])])
-    num_segments = -(-len(tokens) // max_tokens)
     segments, start = [], 0
-    for left in range(num_segments, 0, -1):
+    for left in range(-(-len(tokens) // max_tokens), 0, -1):
         rest = len(tokens) - start
         fewest, most = rest - (left - 1) * max_tokens, min(max_tokens, rest - (left - 1))
         wanted = int(np.searchsorted(total, total[start] + (total[-1] - total[start]) / left)) - start

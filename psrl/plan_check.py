@@ -51,7 +51,7 @@ def _check_micro_batches(plan: ExecutionPlan) -> None:
         np.add.at(counts, mb.tokens_T, 1)
         np.add.at(edge_counts, mb.edges_E, 1)
         own = [t for b in mb.own_blocks for t in range(*plan.blocks[b].span)]
-        _require(own == (mb.tokens_T.tolist() if mb.is_spine else []), f"blocks of micro-batch {index} are not its tokens")
+        _require(own == (mb.tokens_T.tolist() if mb.is_spine else []), f"own blocks of micro-batch {index}")
         path_len = sum(plan.blocks[b].num_tokens for b in mb.path_blocks)
         _require(len(mb.first_S) == len(mb.last_S) == path_len + mb.num_tokens, f"keys of micro-batch {index}")
         source = plan.edges.source_E[mb.edges_E]
@@ -62,8 +62,9 @@ def _check_micro_batches(plan: ExecutionPlan) -> None:
         _require(len(set(rows)) == len(rows), f"micro-batch {index} has a logit row twice")
     _require((counts == 1).all(), "a unique token is not computed exactly once")
     _require((edge_counts == 1).all(), "an edge is not computed exactly once")
-    pairs = zip(plan.edges.source_E.tolist(), plan.edges.label_E.tolist(), plan.edges.temperature_E.tolist(), strict=True)
-    _require(max(Counter(pairs).values(), default=1) == 1, "an edge exists twice")
+    edges = plan.edges
+    triples = zip(edges.source_E.tolist(), edges.label_E.tolist(), edges.temperature_E.tolist(), strict=True)
+    _require(max(Counter(triples).values(), default=1) == 1, "an edge exists twice")
 
 
 def _visible_tokens(plan: ExecutionPlan) -> dict[int, IntArray]:

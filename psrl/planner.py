@@ -7,7 +7,8 @@
 4. Pass 2 visits descendants before ancestors: for each spine segment from last to first, the leaf micro-batches that
    hang off it, then the segment itself. K/V and gradient accumulators die as early as that order allows.
 5. If the cache would exceed its budget, consecutive segments form waves, each with its own two passes. A segment's
-   pass 2 waits for the last wave that descends from it, so nothing is computed more often.
+   pass 2 waits for the last wave that descends from it, so nothing is computed more often. If that is not enough,
+   segments are cut at forks, so that only one root path stays cached between waves.
 
 Shape legend: U unique tokens, T local tokens, P path tokens, E edges, R logit rows.
 """
@@ -59,15 +60,17 @@ def build_plan(
     num_rows_U = _rows_per_token(edges, tree.num_tokens)
     cost_U = token_costs(tree, num_rows_U, cost or shape.cost)
     spine_U = is_spine(tree, max_tokens)
-    pieces = assemble(
-        tree,
-        edges,
-        cut_spine(spine_U, cost_U, max_tokens),
-        pack_light_subtrees(tree, spine_U, cost_U, max_tokens),
-        cost_U,
-        executions=1 if forward_only else 2,
-    )
-    waves, peak = _plan_waves(batch, tree, pieces, footprint, forward_only)
+    bins = pack_light_subtrees(tree, spine_U, cost_U, max_tokens)
+    executions = 1 if forward_only else 2
+    for at_forks in (False, True):
+        segments = cut_spine(tree, spine_U, cost_U, max_tokens, at_forks=at_forks)
+        pieces = assemble(tree, edges, segments, bins, cost_U, executions=executions)
+        try:
+            waves, peak = _plan_waves(batch, tree, pieces, footprint, forward_only)
+            break
+        except MemoryBudgetError:
+            if at_forks:
+                raise
     return ExecutionPlan(
         forward_only=forward_only,
         max_tokens=max_tokens,

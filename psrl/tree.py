@@ -182,11 +182,11 @@ def _lay_out(batch: SampleBatch, nodes: _Nodes) -> PrefixTree:
         parent_U=parent_U,
         end_U=np.repeat(start + subtree, length),
         depth_U=_ranges(begin, length),
-        index_N=_sample_index(batch, rank[np.asarray(nodes.leaf_S)], parent, start, length),
+        index_N=_sample_index(rank[np.asarray(nodes.leaf_S)], parent, start, length),
     )
 
 
-def _sample_index(batch: SampleBatch, leaf_S: IntArray, parent: IntArray, start: IntArray, length: IntArray) -> IntArray:
+def _sample_index(leaf_S: IntArray, parent: IntArray, start: IntArray, length: IntArray) -> IntArray:
     """Unique token of every sample token: the node ranges of each sample's root path, concatenated."""
     parents, path_nodes = parent.tolist(), []
     for node in leaf_S.tolist():

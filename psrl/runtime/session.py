@@ -91,8 +91,9 @@ class Session:
             mb = self.plan.micro_batches[index]
             tokens = self._tensor(mb.tokens_T)
             edges = self._tensor(mb.edges_E)
-            rows = self._tensor(mb.rows_R) if len(mb.rows_R) else tokens.new_zeros(1)
-            temperature = torch.from_numpy(mb.row_temperature_R).to(self.device) if len(mb.rows_R) else rows.double() + 1
+            rows, temperature = tokens.new_zeros(1), torch.ones(1, dtype=torch.float64, device=self.device)
+            if len(mb.rows_R):
+                rows, temperature = self._tensor(mb.rows_R), torch.from_numpy(mb.row_temperature_R).to(self.device)
             bound = self._bound[index] = BoundMicroBatch(
                 plan=mb,
                 token_ids_T=self._token_ids_U[tokens],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from psrl.errors import InputError
 from psrl.tree import build_tree, token_keys
 from psrl.types import SampleBatch

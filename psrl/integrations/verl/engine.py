@@ -139,7 +139,9 @@ class PrefixSharingMixin(DeviceModeMixin):
             raise ConfigError(f"psrl.{name} is needed: the engine gives no token budget (use_dynamic_bsz=false)")
         return int(budget)
 
-    def micro_batch_outputs(self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool) -> dict[str, Tensor]:
+    def micro_batch_outputs(
+        self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool
+    ) -> dict[str, Tensor]:
         """Per-edge outputs from the output layer's rows [1, R, columns]."""
         if self.is_value_model:
             return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_E]}

@@ -29,7 +29,7 @@ def resolve_loss_scope(scope: str, loss_function: Callable[..., Any], data: Tens
     return "mini_batch"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_once(reason: str) -> None:
     logger.warning("%s: all log-probs are computed in one more forward pass before the update's two passes", reason)
 

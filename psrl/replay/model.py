@@ -1,0 +1,131 @@
+"""The model of a replay: a Hugging Face folder, checked, or a random one made on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psrl.errors import InputError, UnsupportedError
+from psrl.replay.options import TINY_MODELS, TinyModel
+
+MODEL_TYPES = ("qwen2", "qwen3")
+MAX_VOCAB = 262_144
+"""Largest vocabulary of a random model."""
+_MIN_VOCAB, _VOCAB_MULTIPLE = 512, 128
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True)
+class ReplayModel:
+    """A checkpoint on disk."""
+
+    name: str
+    """As the user wrote it."""
+    folder: Path
+    tokenizer_folder: Path
+    """A placeholder for veRL, which wants a tokenizer although the samples are token ids already."""
+    vocab_size: int
+
+
+def check_model_folder(model: str) -> int:
+    """Check that a replay can load the folder; returns the size of its vocabulary.
+
+    Raises:
+        InputError: files are missing or broken.
+        UnsupportedError: the architecture, or an option of it, cannot be replayed; names it.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        raise InputError(f"--model {model}: no such folder (or use {' or '.join(TINY_MODELS)})")
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the file: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: broken JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    if config.get("model_type") not in MODEL_TYPES:
+        raise UnsupportedError(
+            f"{path}: unsupported model: model_type is {config.get('model_type')!r}, expected one of "
+            f"{', '.join(MODEL_TYPES)}"
+        )
+    _refuse_options(path, config)
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        raise InputError(f"{folder}: no weights: expected {' or '.join(_WEIGHTS[:2])}")
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise InputError(f"{path}: vocab_size must be a positive integer, got {vocab_size!r}")
+    return vocab_size
+
+
+def _refuse_options(path: Path, config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if key.endswith("dropout") and value:
+            raise UnsupportedError(
+                f"{path}: {key} is {value}, but prefix sharing needs dropout 0: a shared token has one hidden state"
+            )
+    if config.get("use_sliding_window"):
+        raise UnsupportedError(f"{path}: use_sliding_window is not supported: set it to false")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind != "default":
+        raise UnsupportedError(f"{path}: rope type {kind!r} is not supported, only 'default'")
+
+
+def vocabulary_for(max_id: int, where: str) -> int:
+    """Vocabulary of a random model that has ``max_id``.
+
+    Raises:
+        InputError: the id is larger than any vocabulary in use; ``where`` says which sample has it.
+    """
+    size = max(_MIN_VOCAB, -(-(max_id + 1) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE)
+    if size > MAX_VOCAB:
+        raise InputError(
+            f"{where}: token id {max_id} is outside the vocabulary: a random model has at most {MAX_VOCAB} ids"
+        )
+    return size
+
+
+def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, max_position: int, path: Path) -> None:
+    """Write a float32 checkpoint with seeded random weights to ``path``."""
+    import torch
+    import transformers
+
+    config_cls, model_cls, extra = {
+        "tiny-qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+        "tiny-qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": sizes.hidden // sizes.heads}),
+    }[kind]
+    config = config_cls(
+        vocab_size=vocab_size,
+        hidden_size=sizes.hidden,
+        intermediate_size=4 * sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=max(65_536, max_position + 1),
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **extra,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model_cls(config).float().save_pretrained(path)
+
+
+def make_placeholder_tokenizer(path: Path) -> None:
+    """Write a tokenizer of four words, for veRL to take the padding id from."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {name: i for i, name in enumerate(("<pad>", "<bos>", "<eos>", "<unk>"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(path)

@@ -1,0 +1,139 @@
+"""What a replay is asked to do, checked before anything is read or loaded. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from psrl.data.chat import MODES
+from psrl.errors import ConfigError
+
+SHARING = ("on", "off", "both")
+DTYPES = ("float32", "float64", "bfloat16")
+ATTENTION = ("auto", "reference", "sdpa")
+RECOMPUTE = ("none", "selective", "full")
+TINY_MODELS = ("tiny-qwen2", "tiny-qwen3")
+LOSSES = (
+    "vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "geo_mean", "clip_cov", "kl_cov",
+    "bypass_mode",
+)  # fmt: skip
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+DEFAULT_MAX_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Sizes of the random model that ``--model tiny-qwen2`` or ``tiny-qwen3`` makes."""
+
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+
+    def __post_init__(self) -> None:
+        for name, flag in (("hidden", "--hidden"), ("layers", "--layers"), ("heads", "--heads"), ("kv_heads", "--kv-heads")):
+            _at_least(flag, getattr(self, name), 1)
+        if self.hidden % (2 * self.heads):
+            raise ConfigError(f"--hidden {self.hidden} must be a multiple of 2 x --heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """One replay. Names follow the command line; messages name the flag.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    files: tuple[Path, ...]
+    model: str = "tiny-qwen2"
+    tiny: TinyModel = TinyModel()
+    sharing: str = "on"
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    """Most tokens of a micro-batch. Without sharing at least the longest sample, which veRL cannot split."""
+    dtype: str = "float32"
+    attention: str = "auto"
+    recompute: str = "none"
+    kv_cache_bytes: int | None = None
+    loss: str = "vanilla"
+    loss_agg_mode: str | None = None
+    """None: ``default_loss_agg_mode``."""
+    loss_scale_factor: int | None = None
+    entropy_coeff: float = 0.0
+    kl_coef: float = 0.0
+    temperature: float = 1.0
+    lr: float = 1e-6
+    steps: int = 1
+    repeat: int = 1
+    mini_batch: int | None = None
+    """Samples of a mini-batch. None: all."""
+    limit: int | None = None
+    tokenizer: str | None = None
+    mode: str = "step"
+    seed: int = 42
+    tolerance: float | None = None
+    """Largest relative difference that ``--sharing both`` accepts. None: by dtype."""
+    dump: Path | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("sharing", SHARING), ("dtype", DTYPES), ("attention", ATTENTION), ("recompute", RECOMPUTE),
+            ("loss", LOSSES), ("mode", MODES),
+        ):  # fmt: skip
+            _one_of(_flag(name), getattr(self, name), choices)
+        if self.loss_agg_mode is not None:
+            _one_of("--loss-agg-mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        for name in (
+            "max_tokens", "kv_cache_bytes", "loss_scale_factor", "steps", "repeat", "mini_batch", "limit"
+        ):  # fmt: skip
+            _at_least(_flag(name), getattr(self, name), 1)
+        _at_least("--seed", self.seed, 0)
+        for name in ("entropy_coeff", "kl_coef", "temperature", "lr", "tolerance"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{_flag(name)} must be a finite number and not negative, got {value}")
+        if self.temperature == 0:
+            raise ConfigError("--temperature must be above 0")
+        if not self.files:
+            raise ConfigError("no input files")
+
+    @property
+    def effective_loss_agg_mode(self) -> str:
+        return self.loss_agg_mode or default_loss_agg_mode(self.loss)
+
+    @property
+    def shares(self) -> bool:
+        return self.sharing in ("on", "both")
+
+    def for_report(self) -> dict[str, object]:
+        """The options as JSON values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["files"] = [str(path) for path in self.files]
+        values["loss_agg_mode"] = self.effective_loss_agg_mode
+        values["tiny"] = vars(self.tiny) if self.model in TINY_MODELS else None
+        for name in ("dump", "json"):
+            values[name] = None if values[name] is None else str(values[name])
+        return values
+
+
+def default_loss_agg_mode(loss: str) -> str:
+    """``token-mean``; for gspo what its paper does."""
+    return "seq-mean-token-mean" if loss == "gspo" else "token-mean"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _at_least(flag: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise ConfigError(f"{flag} must be at least {low}, got {value}")

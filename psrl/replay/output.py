@@ -1,0 +1,112 @@
+"""Files that a replay leaves behind. Each appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from psrl.errors import InputError
+
+SAMPLES, GRADS, SUMMARY = "samples.safetensors", "grads.safetensors", "summary.json"
+_DUMP_FILES = {SAMPLES, GRADS, SUMMARY}
+
+
+def check_targets(dump: Path | None, json_file: Path | None) -> None:
+    """Check, before anything runs, that the results can be written.
+
+    Raises:
+        InputError: the folder around a target is missing or not writable, or the target is something else already.
+    """
+    for flag, path in (("--dump", dump), ("--json", json_file)):
+        if path is None:
+            continue
+        parent = path.absolute().parent
+        if not parent.is_dir():
+            raise InputError(f"{flag} {path}: the folder {parent} does not exist")
+        if not os.access(parent, os.W_OK):
+            raise InputError(f"{flag} {path}: the folder {parent} is not writable")
+    if dump is not None and (dump.exists() or dump.is_symlink()):
+        if not dump.is_dir() or dump.is_symlink():
+            raise InputError(f"--dump {dump}: exists and is not a folder")
+        others = sorted(entry.name for entry in dump.iterdir() if entry.name not in _DUMP_FILES)
+        if others:
+            raise InputError(f"--dump {dump}: the folder holds {others[0]!r}, which is no part of a dump: name another")
+    if json_file is not None and json_file.is_dir():
+        raise InputError(f"--json {json_file}: is a folder")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write or replace a JSON file."""
+    with _reported("--json", path):
+        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(_json(values))
+            os.chmod(name, 0o666 & ~_umask())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def write_dump(
+    path: Path, sample_values: Mapping[str, Any], gradients: Mapping[str, Any], summary: Mapping[str, Any]
+) -> None:
+    """Write a dump folder, or replace an earlier dump.
+
+    Args:
+        sample_values: tensors of ``samples.safetensors`` by name.
+        gradients: tensors of ``grads.safetensors`` by name.
+        summary: values of ``summary.json``.
+    """
+    from safetensors.torch import save_file
+
+    with _reported("--dump", path):
+        staging = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=f".{path.name}."))
+        try:
+            save_file({name: value.contiguous() for name, value in sample_values.items()}, staging / SAMPLES)
+            save_file({name: value.contiguous() for name, value in gradients.items()}, staging / GRADS)
+            (staging / SUMMARY).write_text(_json(summary), encoding="utf-8")
+            staging.chmod(0o777 & ~_umask())
+            _replace_folder(staging, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace_folder(staging: Path, path: Path) -> None:
+    if not path.exists():
+        staging.rename(path)
+        return
+    check_targets(path, None)
+    previous = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=f".{path.name}."))
+    path.rename(previous)  # onto the empty folder
+    try:
+        staging.rename(path)
+    except BaseException:
+        previous.rename(path)
+        raise
+    shutil.rmtree(previous)
+
+
+@contextlib.contextmanager
+def _reported(flag: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot write: {error.strerror or error}") from error
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, allow_nan=True) + "\n"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
