@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No deadline: a busy machine is not a failure. On CI the examples are the same every time.
+settings.register_profile("psrl", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("psrl")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -42,8 +43,11 @@ def check_targets(dump: Path | None, json_file: Path | None) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write or replace a JSON file."""
+    """Write or replace a JSON file. Numbers that JSON has no words for (NaN, infinity) become null."""
     with _reported("--json", path):
+        if path.exists() and not path.is_file():  # a pipe or a device: nothing to replace
+            path.write_text(_json(values), encoding="utf-8")
+            return
         descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
@@ -103,7 +107,15 @@ def _reported(flag: str, path: Path) -> Iterator[None]:
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, indent=2, allow_nan=True) + "\n"
+    return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _umask() -> int:

@@ -45,9 +45,7 @@ def hf_truth(
         batch: further keywords of ``batch_tensordict``.
     """
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager", dtype=dtype)
-    data = batch_tensordict(
-        rows, dtype=dtype, temperature=temperature, calculate_entropy=calculate_entropy, **batch
-    )
+    data = batch_tensordict(rows, dtype=dtype, temperature=temperature, calculate_entropy=calculate_entropy, **batch)
     head = None if value_head is None else value_head.detach().to(dtype).requires_grad_()
     outputs: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": [], "values": []}
     for row, temp in zip(rows, data["temperature"], strict=True):

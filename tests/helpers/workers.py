@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from psrl.config import PSRLConfig
-from psrl.integrations.verl.worker import build_training_worker
 from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
+
+from psrl.config import PSRLConfig
+from psrl.integrations.verl.worker import build_training_worker
 
 
 def make_worker(

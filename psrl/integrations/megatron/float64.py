@@ -77,3 +77,21 @@ def grad_norm_keeps_float64() -> None:
         return upstream(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
 
     clip_grads.l2_norm_impl = l2_norm
+
+
+@HOOKS.add(
+    cause="the value head is created in the default dtype, not in params_dtype",
+    upstream="mbridge/utils/layer.py:38 (LinearForLastLayer.__init__)",
+    remove_when="the head takes its dtype from the configuration",
+)
+def value_head_in_float64() -> None:
+    from mbridge.utils.layer import LinearForLastLayer
+
+    upstream = LinearForLastLayer.__init__
+
+    def __init__(self: LinearForLastLayer, input_size: int, output_size: int, *, config: Any, bias: bool = False):
+        upstream(self, input_size, output_size, config=config, bias=bias)
+        if config.params_dtype == torch.float64:
+            self.to(torch.float64)
+
+    LinearForLastLayer.__init__ = __init__

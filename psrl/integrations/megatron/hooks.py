@@ -29,9 +29,7 @@ class HookSet:
     def hooks(self) -> tuple[Hook, ...]:
         return tuple(self._hooks)
 
-    def add(
-        self, *, cause: str, upstream: str, remove_when: str
-    ) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(self, *, cause: str, upstream: str, remove_when: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
         """Decorator: register a function that makes the change."""
 
         def register(apply: Callable[[], None]) -> Callable[[], None]:

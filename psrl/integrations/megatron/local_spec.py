@@ -39,9 +39,7 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
             f"normalization={config.normalization!r} with layernorm_zero_centered_gamma="
             f"{config.layernorm_zero_centered_gamma} needs TransformerEngine; without it only RMSNorm is available"
         )
-    weight = torch.nn.Parameter(
-        torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
-    )
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -82,6 +80,10 @@ class PackedCoreAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
+        if config.attention_dropout > 0:
+            raise UnsupportedError(
+                f"attention_dropout={config.attention_dropout} needs TransformerEngine's attention: set it to 0.0"
+            )
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.backend = backend
@@ -104,9 +106,7 @@ class PackedCoreAttention(MegatronModule):
         if packed_seq_params is None:
             raise UnsupportedError("use_remove_padding=False: only packed sequences are supported, set it to True")
         layout = packed_layout(packed_seq_params)
-        out_TNH = attend_layout(
-            query_TNH, key_TKH, value_TKH, layout, scale=self.softmax_scale, backend=self.backend
-        )
+        out_TNH = attend_layout(query_TNH, key_TKH, value_TKH, layout, scale=self.softmax_scale, backend=self.backend)
         return out_TNH.flatten(1)
 
 

@@ -11,6 +11,7 @@ import torch
 from psrl.integrations.megatron import cpu_device, float64
 from psrl.integrations.megatron.local_spec import layer_specs
 from psrl.integrations.verl import compat, platform
+from psrl.integrations.verl.value_head import allow_missing_head
 
 
 class DeviceModeMixin:
@@ -38,6 +39,11 @@ class DeviceModeMixin:
     def initialize(self) -> None:
         with self._device_mode():
             super().initialize()
+
+    def _build_tf_config(self) -> None:
+        super()._build_tf_config()
+        if self.is_value_model and self.vanilla_bridge:
+            allow_missing_head(self.bridge)
 
     def _build_megatron_module(self) -> Any:
         with layer_specs():

@@ -25,7 +25,7 @@ from psrl.errors import ConfigError
 from psrl.integrations.megatron.core_attention import number_cache_layers, share_prefixes_in_spec
 from psrl.integrations.megatron.passes import vocab_shard_group
 from psrl.integrations.megatron.surroundings import install_surroundings
-from psrl.integrations.verl.device_mixin import DeviceModeMixin
+from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.mini_batch import BatchReport, MiniBatchRun
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
@@ -36,8 +36,8 @@ from psrl.types import ExecutionPlan, SampleBatch
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-class PrefixSharingMixin(DeviceModeMixin):
-    """Overrides of a MegatronEngine. ``last_report`` is None until a batch has run with sharing."""
+class PrefixSharingMixin:
+    """Goes before a MegatronEngine in the bases. ``last_report`` is None until a batch has run with sharing."""
 
     last_report: BatchReport | None = None
     num_cache_layers: int = 0
@@ -164,10 +164,10 @@ class PrefixSharingMixin(DeviceModeMixin):
 
 
 @EngineRegistry.register(model_type="language_model", backend="psrl", device=["cpu", "cuda"])
-class PSRLEngineWithLMHead(PrefixSharingMixin, MegatronEngineWithLMHead):
+class PSRLEngineWithLMHead(DeviceModeMixin, PrefixSharingMixin, MegatronEngineWithLMHead):
     """Actor and reference engine."""
 
 
 @EngineRegistry.register(model_type="value_model", backend="psrl", device=["cpu", "cuda"])
-class PSRLEngineWithValueHead(PrefixSharingMixin, MegatronEngineWithValueHead):
+class PSRLEngineWithValueHead(DeviceModeMixin, PrefixSharingMixin, MegatronEngineWithValueHead):
     """Critic engine."""

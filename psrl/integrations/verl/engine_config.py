@@ -12,8 +12,10 @@ from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, UnsupportedError
 from psrl.integrations.megatron import cpu_device
 
-CPU_DTYPES = ("float32", "float64", "bfloat16", "float16")
+CPU_DTYPES = ("float32", "float64", "bfloat16")
+"""float16 needs TransformerEngine's optimizer."""
 CUDA_DTYPES = ("float32", "bfloat16", "float16")
+"""Megatron-Core refuses float64 on a GPU."""
 
 
 @dataclass

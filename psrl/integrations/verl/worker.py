@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
 from psrl.integrations.verl import compat, engine, platform
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
+from psrl.integrations.verl.support import check_model
 
 __all__ = ["build_training_worker", "engine", "init_single_process"]
 
@@ -40,7 +40,7 @@ MODEL_TYPES = ("language_model", "value_model")
 
 
 def init_single_process() -> None:
-    """Make this process a process group of one, over a file store (no port is opened). Nothing if there is one."""
+    """Make this process a process group of one, over a store in memory (no port). Nothing if there is one."""
     if torch.distributed.is_initialized():
         return
     for name, value in _SINGLE_PROCESS.items():
@@ -49,11 +49,9 @@ def init_single_process() -> None:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: initialise torch.distributed before building the worker"
         )
-    store = tempfile.NamedTemporaryFile(prefix="psrl_store_", delete=False)
-    store.close()
     torch.distributed.init_process_group(
-        backend="nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"file://{store.name}",
+        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=torch.distributed.HashStore(),
         rank=0,
         world_size=1,
     )
@@ -113,12 +111,14 @@ def build_training_worker(
     platform.install()
     init_single_process()
     with compat.quiet_upstream() if quiet else contextlib.nullcontext():
+        model_config = HFModelConfig(
+            path=str(model_dir), override_config={"attn_implementation": "eager"}, **(model or {})
+        )
+        check_model(model_config.hf_config)
         worker = TrainingWorker(
             TrainingWorkerConfig(
                 model_type=model_type,
-                model_config=HFModelConfig(
-                    path=str(model_dir), override_config={"attn_implementation": "eager"}, **(model or {})
-                ),
+                model_config=model_config,
                 engine_config=engine_config,
                 optimizer_config=McoreOptimizerConfig(
                     lr=lr, **{"total_training_steps": 1000, "lr_decay_style": "constant", **(optimizer or {})}

@@ -1,0 +1,126 @@
+"""Options under which prefixes cannot be shared, refused by name before a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from psrl.errors import UnsupportedError
+
+MODEL_TYPES = ("qwen2", "qwen3")
+"""``model_type`` of Hugging Face configurations that are tested."""
+
+
+class Refusal(NamedTuple):
+    option: str
+    """As users write it."""
+    value: Any
+    reason: str
+    way_out: str
+
+
+def check_model(hf_config: Any) -> None:
+    """Raises:
+    UnsupportedError: the architecture is not among ``MODEL_TYPES``, or its weights would be read wrongly.
+    """
+    model_type = getattr(hf_config, "model_type", None)
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedError(f"model_type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
+    if model_type == "qwen3" and getattr(hf_config, "attention_bias", False):
+        raise UnsupportedError("attention_bias=True: the bridge for qwen3 drops these biases; use a model without")
+
+
+def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> None:
+    """Check everything known before the model is built. Call it only with ``psrl.enable``.
+
+    Args:
+        tf_config: Megatron-Core's ``TransformerConfig`` (with Megatron-Bridge, the provider).
+        engine_config: ``PSRLEngineConfig``.
+        model_config: veRL's ``HFModelConfig``.
+
+    Raises:
+        UnsupportedError: names the first option that rules out sharing, and the way out.
+    """
+    check_model(model_config.hf_config)
+    for refusals in (_engine(engine_config), _model(model_config), _transformer(tf_config)):
+        for refusal in refusals:
+            raise UnsupportedError(
+                f"{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
+                f"{refusal.way_out}, or set psrl.enable=false"
+            )
+
+
+_ONE_SAMPLE = "a shared token has one hidden state for all its samples"
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def _engine(config: Any) -> Iterator[Refusal]:
+    for name in _PARALLEL_SIZES:
+        if (getattr(config, name) or 1) > 1:
+            yield Refusal(name, getattr(config, name), "not built yet", "set it to 1")
+    if not config.use_remove_padding:
+        yield Refusal("use_remove_padding", False, "a micro-batch is one packed sequence", "set it to True")
+    if config.use_fused_kernels:
+        yield Refusal(
+            "use_fused_kernels", True, "log-probs are computed on chosen rows of the logits", "set it to False"
+        )
+    if config.dynamic_context_parallel:
+        yield Refusal("dynamic_context_parallel", True, "it splits sequences over ranks", "set it to False")
+    if config.use_megatron_fsdp:
+        yield Refusal("use_megatron_fsdp", True, "not built yet", "set it to False")
+    if config.pad_to_length:
+        yield Refusal("pad_to_length", True, "a micro-batch holds the tokens of its plan only", "set it to False")
+    if config.router_replay.mode != "disabled":
+        yield Refusal("router_replay.mode", config.router_replay.mode, "routes belong to samples", "set it to disabled")
+    if config.qat.enable:
+        yield Refusal("qat.enable", True, "not built yet", "set it to False")
+
+
+def _model(config: Any) -> Iterator[Refusal]:
+    hf = config.hf_config
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+        if getattr(hf, name, 0.0):
+            yield Refusal(f"model.{name}", getattr(hf, name), _ONE_SAMPLE, "set it to 0.0")
+    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+        yield Refusal(
+            "model.use_sliding_window", True, "attention must see the whole prefix", "use a full-attention model"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(hf, name, None):
+            yield Refusal(f"model.{name}", getattr(hf, name), "attention kernels have no soft cap", "use another model")
+    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default" or "mrope_section" in rope:
+        yield Refusal("model.rope_parameters", dict(rope), "positions are rotated plainly", "use rope_type=default")
+    if hasattr(hf, "vision_config"):
+        yield Refusal("model.vision_config", "...", "image features are not part of the prefix", "use a text model")
+    if config.mtp.enable:
+        yield Refusal("model.mtp.enable", True, "multi-token prediction reads tokens of one sample", "set it to False")
+    if config.lora_rank or config.lora.get("rank", 0):
+        yield Refusal("model.lora_rank", config.lora_rank or config.lora["rank"], "not built yet", "set it to 0")
+
+
+def _transformer(config: Any) -> Iterator[Refusal]:
+    key = "override_transformer_config."
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(config, name) > 0:
+            yield Refusal(key + name, getattr(config, name), _ONE_SAMPLE, "set it to 0.0")
+    for name in ("num_moe_experts", "mtp_num_layers", "fp8", "fp4", "window_size", "experimental_attention_variant"):
+        if getattr(config, name, None):
+            yield Refusal(key + name, getattr(config, name), "not built yet", "leave it unset")
+    for name in ("apply_rope_fusion", "fused_single_qkv_rope", "multi_latent_attention", "qk_clip"):
+        if getattr(config, name, False):
+            yield Refusal(key + name, True, "not built yet", "set it to False")
+    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+        yield Refusal(key + "softmax_type", config.softmax_type, "attention has no sinks", "set it to vanilla")
+    if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False):
+        yield Refusal(
+            key + "cuda_graph_impl", config.cuda_graph_impl, "micro-batches differ in shape", "set it to none"
+        )

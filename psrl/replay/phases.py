@@ -1,0 +1,171 @@
+"""The three phases of a replay on one side or on both, interleaved and timed.
+
+Shape legend: M targets of all samples, in order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from psrl.data import ReplaySample
+from psrl.integrations.verl.metrics import mini_batch_metrics
+from psrl.integrations.verl.replay_batch import ReplayBatch
+from psrl.replay.options import ReplayOptions
+from psrl.replay.progress import Progress
+from psrl.replay.side import Observation, Side, observed
+from psrl.types import FloatArray
+
+OLD_LOG_PROB, REF, UPDATE = "old_log_prob", "ref", "update"
+PHASES = (OLD_LOG_PROB, REF, UPDATE)
+
+
+@dataclass
+class PhaseRun:
+    """One phase on one side: all repeats of it."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of every repeat; of an update, of every step of every repeat."""
+    planning_seconds: float = 0.0
+    """Over all of them."""
+    first: Observation = field(default_factory=Observation)
+    """Of the first repeat (and step); its calls of the worker are added up."""
+    outputs_M: dict[str, Tensor] = field(default_factory=dict)
+    """First repeat of a forward-only phase: ``log_probs`` and, where computed, ``entropy``."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """veRL's metrics of every mini-batch of the first repeat's steps."""
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class PhaseRunner:
+    """Runs phases in order: every repeat of a phase runs every side once, before the next phase begins."""
+
+    def __init__(
+        self, options: ReplayOptions, samples: Sequence[ReplaySample], sides: Sequence[Side], progress: Progress
+    ) -> None:
+        self._options, self._samples, self._sides, self._progress = options, samples, sides, progress
+        self._dtype = torch.float64 if options.dtype == "float64" else torch.float32
+        self._whole = ReplayBatch(samples, dtype=self._dtype)
+        self._mini_batch = min(options.mini_batch or len(samples), len(samples))
+        num_full = len(samples) // self._mini_batch * self._mini_batch
+        # The last mini-batch may be smaller; a call of the worker takes equal ones.
+        self._parts = [
+            (part, ReplayBatch(samples[part], dtype=self._dtype))
+            for part in (slice(0, num_full), slice(num_full, len(samples)))
+            if samples[part]
+        ]
+        self.runs: dict[str, dict[str, PhaseRun]] = {
+            phase: {side.name: PhaseRun() for side in sides} for phase in PHASES
+        }
+
+    @property
+    def cu_targets(self) -> np.ndarray:
+        return self._whole.cu_targets
+
+    def run(self) -> None:
+        """All three phases. The actors' weights change in the last one."""
+        self._interleave(OLD_LOG_PROB, lambda side, run: self._infer(OLD_LOG_PROB, side.actor, side, run))
+        self._interleave(REF, lambda side, run: self._infer(REF, side.ref, side, run))
+        self._interleave(UPDATE, self._update)
+
+    def _interleave(self, phase: str, execute: Callable[[Side, PhaseRun], None]) -> None:
+        for repeat in range(self._options.repeat):
+            # Alternate who goes first, so that neither side always finds warm caches.
+            order = self._sides if repeat % 2 == 0 else self._sides[::-1]
+            for side in order:
+                with self._progress.task(phase, side.name, repeat):
+                    execute(side, self.runs[phase][side.name])
+
+    # ------------------------------------------------------------------------------------------- forward-only phases
+    def _infer(self, phase: str, worker: Any, side: Side, run: PhaseRun) -> None:
+        batch = self._whole.tensordict(
+            max_tokens=side.max_tokens,
+            temperature=self._options.temperature,
+            calculate_entropy=phase == OLD_LOG_PROB,
+            compute_loss=False,
+        )
+        with observed(worker, on_micro_batch=self._progress.micro_batch) as seen:
+            start = time.perf_counter()
+            output = worker.infer_batch(batch)
+            _record(run, seen, time.perf_counter() - start)
+        if not run.outputs_M:
+            run.first = seen
+            for key in ("log_probs", "entropy"):
+                if key in output:
+                    run.outputs_M[key] = self._whole.targets_of(output[key])
+
+    # --------------------------------------------------------------------------------------------------------- update
+    def _update(self, side: Side, run: PhaseRun) -> None:
+        columns_M = self._update_columns(side.name)
+        is_first_repeat = not run.seconds
+        for step in range(self._options.steps):
+            calls = [self._update_call(side, part, batch, columns_M) for part, batch in self._parts]
+            whole = Observation()
+            seconds = 0.0
+            for index, call in enumerate(calls):
+                with observed(
+                    side.actor,
+                    with_gradients=is_first_repeat and step == 0 and index == 0,
+                    on_micro_batch=self._progress.micro_batch,
+                ) as seen:
+                    start = time.perf_counter()
+                    output = side.actor.train_mini_batch(call)
+                    seconds += time.perf_counter() - start - seen.excluded_seconds
+                _add(whole, seen)
+                if is_first_repeat:
+                    run.metrics += mini_batch_metrics(output)
+            _record(run, whole, seconds)
+            if is_first_repeat and step == 0:
+                run.first = whole
+
+    def _update_columns(self, side: str) -> dict[str, FloatArray]:
+        """[M] old log-probs, given or computed by this side, and the reference's where the loss wants them."""
+        columns = {"old_log_probs": self.runs[OLD_LOG_PROB][side].outputs_M["log_probs"].double().numpy().copy()}
+        for index, sample in enumerate(self._samples):
+            if sample.old_log_probs_M is not None:
+                targets = slice(*self.cu_targets[index : index + 2])
+                columns["old_log_probs"][targets] = sample.old_log_probs_M
+        if self._options.kl_coef > 0:
+            columns["ref_log_prob"] = self.runs[REF][side].outputs_M["log_probs"].double().numpy()
+        return columns
+
+    def _update_call(
+        self, side: Side, part: slice, batch: ReplayBatch, columns_M: dict[str, FloatArray]
+    ) -> TensorDict:
+        targets = slice(int(self.cu_targets[part.start]), int(self.cu_targets[part.stop]))
+        mini_batch_size = min(self._mini_batch, batch.num_samples)
+        return batch.tensordict(
+            max_tokens=side.max_tokens,
+            temperature=self._options.temperature,
+            calculate_entropy=self._options.entropy_coeff != 0,
+            per_target={key: values[targets] for key, values in columns_M.items()},
+            global_batch_size=mini_batch_size,
+            mini_batch_size=mini_batch_size,
+            epochs=1,
+            seed=self._options.seed,
+            dataloader_kwargs={"shuffle": False},
+        )
+
+
+def _record(run: PhaseRun, seen: Observation, seconds: float) -> None:
+    run.seconds.append(seconds)
+    run.planning_seconds += sum(report.planning_seconds for report in seen.reports)
+
+
+def _add(whole: Observation, seen: Observation) -> None:
+    whole.reports += seen.reports
+    whole.micro_batches += seen.micro_batches
+    whole.excluded_seconds += seen.excluded_seconds
+    if whole.gradients is None:
+        whole.gradients = seen.gradients

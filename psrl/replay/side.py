@@ -1,0 +1,124 @@
+"""One side of a replay: an actor and a reference worker, sharing or not, and what is observed of their engines."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from psrl.config import PSRLConfig
+from psrl.integrations.verl.actor_loss import make_actor_loss
+from psrl.integrations.verl.export import full_grads
+from psrl.integrations.verl.worker import build_training_worker
+from psrl.replay.model import ReplayModel
+from psrl.replay.options import ReplayOptions
+
+SHARED, UNSHARED = "shared", "unshared"
+
+
+@dataclass
+class Observation:
+    """What one call of a worker did, beyond what it returned."""
+
+    reports: list[Any] = field(default_factory=list)
+    """The engine's report of every mini-batch (empty without sharing)."""
+    micro_batches: int = 0
+    """Forwards of the model. With sharing, a spine micro-batch of an update has two."""
+    gradients: dict[str, Tensor] | None = None
+    """Of the first mini-batch, where asked for: unscaled, before clipping, by Hugging Face name."""
+    excluded_seconds: float = 0.0
+    """Time of the call that went into observing it."""
+
+
+@dataclass
+class Side:
+    name: str
+    """``shared`` or ``unshared``."""
+    actor: Any
+    ref: Any
+    max_tokens: int
+
+
+def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens: int) -> Side:
+    """Build both workers of a side on the checkpoint, with equal weights.
+
+    Args:
+        max_tokens: most tokens of a micro-batch.
+    """
+    config = PSRLConfig(
+        enable=name == SHARED,
+        max_tokens=max_tokens,
+        infer_max_tokens=max_tokens,
+        kv_cache_bytes=options.kv_cache_bytes,
+        attention_backend=options.attention,
+    )
+
+    def build(forward_only: bool) -> Any:
+        return build_training_worker(
+            model.folder,
+            dtype=options.dtype,
+            psrl_config=config,
+            max_tokens=max_tokens,
+            lr=options.lr,
+            recompute=None if options.recompute == "none" else options.recompute,
+            forward_only=forward_only,
+            seed=options.seed,
+            model={"tokenizer_path": str(model.tokenizer_folder)},
+            vanilla_mbridge=True,  # gradients are exported through it
+        )
+
+    actor = build(forward_only=False)
+    actor.set_loss_fn(
+        make_actor_loss(
+            options.loss,
+            options.effective_loss_agg_mode,
+            loss_scale_factor=options.loss_scale_factor,
+            entropy_coeff=options.entropy_coeff,
+            kl_coef=options.kl_coef,
+        )
+    )
+    return Side(name, actor, build(forward_only=True), max_tokens)
+
+
+@contextlib.contextmanager
+def observed(
+    worker: Any, *, with_gradients: bool = False, on_micro_batch: Callable[[int], None] | None = None
+) -> Iterator[Observation]:
+    """Watch the worker's engine for the duration of one call.
+
+    Args:
+        with_gradients: export the first mini-batch's gradient, between its backward and the optimizer step.
+        on_micro_batch: called with the number of forwards so far.
+    """
+    engine, seen = worker.engine, Observation()
+    run_batch, optimizer_step = engine.forward_backward_batch, engine.optimizer_step
+
+    def counted(*_: Any) -> None:
+        seen.micro_batches += 1
+        if on_micro_batch is not None:
+            on_micro_batch(seen.micro_batches)
+
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        output = run_batch(*args, **kwargs)
+        if engine.psrl_config.enable:
+            seen.reports.append(engine.last_report)
+        return output
+
+    def exported(*args: Any, **kwargs: Any) -> Any:
+        if with_gradients and seen.gradients is None:
+            start = time.perf_counter()
+            seen.gradients = {name: grad.cpu() for name, grad in full_grads(engine).items()}
+            seen.excluded_seconds += time.perf_counter() - start
+        return optimizer_step(*args, **kwargs)
+
+    hook = engine.module[0].register_forward_pre_hook(counted)
+    engine.forward_backward_batch, engine.optimizer_step = reported, exported
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        del engine.forward_backward_batch, engine.optimizer_step
