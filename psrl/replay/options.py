@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from psrl.data.chat import MODES
@@ -50,7 +50,7 @@ class ReplayOptions:
 
     files: tuple[Path, ...]
     model: str = "tiny-qwen2"
-    tiny: TinyModel = TinyModel()
+    tiny: TinyModel = field(default_factory=TinyModel)
     sharing: str = "on"
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Most tokens of a micro-batch. Without sharing at least the longest sample, which veRL cannot split."""

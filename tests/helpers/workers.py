@@ -34,14 +34,20 @@ def make_worker(
     return worker
 
 
-def ppo_loss_fn(loss_mode: str = "vanilla", loss_agg_mode: str = "token-mean", **actor: Any) -> Callable:
-    """veRL's ``ppo_loss``; ``actor`` are further fields of ``ActorConfig`` (``entropy_coeff``, ``use_kl_loss``...)."""
+def ppo_loss_fn(
+    loss_mode: str = "vanilla",
+    loss_agg_mode: str = "token-mean",
+    *,
+    policy: dict[str, Any] | None = None,
+    **actor: Any,
+) -> Callable:
+    """veRL's ``ppo_loss``. ``actor`` and ``policy``: further fields of ``ActorConfig`` and ``PolicyLossConfig``."""
     config = ActorConfig(
         strategy="psrl",
         rollout_n=1,
         use_dynamic_bsz=True,
         loss_agg_mode=loss_agg_mode,
-        policy_loss=PolicyLossConfig(loss_mode=loss_mode),
+        policy_loss=PolicyLossConfig(loss_mode=loss_mode, **(policy or {})),
         **actor,
     )
     return partial(ppo_loss, config)

@@ -60,9 +60,16 @@ def check_against_truth(outcome, truth, rows, tolerance):
             want = want[torch.tensor(row.loss_mask[1:], dtype=torch.bool)]
             assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance)
     for key, want in truth.metrics.items():
-        got = outcome.metrics[key][0]
-        got, want = (x.aggregate() if hasattr(x, "aggregate") else x for x in (got, want))
-        assert got == pytest.approx(want, rel=tolerance, abs=tolerance), key
+        assert scalar(outcome.metrics[key]) == pytest.approx(scalar(want), rel=tolerance, abs=tolerance), key
+
+
+def scalar(metric):
+    """A metric that veRL reports as a Metric, a list of one, or a number."""
+    if hasattr(metric, "aggregate"):
+        return metric.aggregate()
+    if isinstance(metric, list):
+        (metric,) = metric
+    return metric
 
 
 def check_equal(outcome, other, tolerance=1e-9):

@@ -177,3 +177,23 @@ def rng_on_cpu_generator() -> None:
     megatron_random.CudaRNGStatesTracker = CPURNGStatesTracker
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+@HOOKS.add(
+    cause="without TransformerEngine and Apex, a loaded optimizer state has one step counter that all parameters "
+    "share, and torch's AdamW advances it once per parameter",
+    upstream="megatron/core/optimizer/distrib_optimizer.py:817 (DistributedOptimizer.load_state_dict)",
+    remove_when="every parameter gets a tensor of its own",
+)
+def one_step_counter_per_parameter() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    upstream = DistributedOptimizer.load_state_dict
+
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+        upstream(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer.load_state_dict = load_state_dict
