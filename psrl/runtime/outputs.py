@@ -23,7 +23,7 @@ class VocabShard(NamedTuple):
 
 def edge_log_probs(
     logits_RV: Tensor,
-    temperature_R: Tensor,
+    temperature_R: Tensor | None,
     edge_rows_E: Tensor,
     edge_labels_E: Tensor,
     *,
@@ -34,12 +34,15 @@ def edge_log_probs(
 
     One softmax serves all edges of a row and both outputs. Computed in float32, or float64 for float64 logits.
 
+    Args:
+        temperature_R: divides the logits; None: 1 everywhere.
+
     Returns:
         log-probs [E] and entropies [E] (None unless ``with_entropy``).
     """
     dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     scaled_RV = logits_RV.to(dtype)
-    if not bool((temperature_R == 1.0).all()):
+    if temperature_R is not None:
         # Upstream treats a non-positive temperature (padding) as 1e-8.
         scaled_RV = scaled_RV / temperature_R.to(dtype).clamp_min(1e-8).unsqueeze(-1)
     log_probs_E, entropy_R = _EdgeLogProbs.apply(scaled_RV, edge_rows_E, edge_labels_E, shard, with_entropy)

@@ -36,7 +36,8 @@ class BoundMicroBatch:
     layout: AttentionLayout
     rows_R: Tensor
     """Local rows that reach the output layer; one dummy row where no edge is live, so that backward runs."""
-    row_temperature_R: Tensor
+    row_temperature_R: Tensor | None
+    """None where every temperature is 1."""
     edges_E: Tensor
     edge_rows_E: Tensor
     edge_labels_E: Tensor
@@ -91,16 +92,14 @@ class Session:
             mb = self.plan.micro_batches[index]
             tokens = self._tensor(mb.tokens_T)
             edges = self._tensor(mb.edges_E)
-            rows, temperature = tokens.new_zeros(1), torch.ones(1, dtype=torch.float64, device=self.device)
-            if len(mb.rows_R):
-                rows, temperature = self._tensor(mb.rows_R), torch.from_numpy(mb.row_temperature_R).to(self.device)
+            is_scaled = bool((mb.row_temperature_R != 1.0).any())
             bound = self._bound[index] = BoundMicroBatch(
                 plan=mb,
                 token_ids_T=self._token_ids_U[tokens],
                 position_ids_T=self._position_ids_U[tokens],
                 layout=AttentionLayout.build(mb.first_S, mb.last_S, mb.num_tokens),
-                rows_R=rows,
-                row_temperature_R=temperature,
+                rows_R=self._tensor(mb.rows_R) if len(mb.rows_R) else tokens.new_zeros(1),
+                row_temperature_R=torch.from_numpy(mb.row_temperature_R).to(self.device) if is_scaled else None,
                 edges_E=edges,
                 edge_rows_E=self._tensor(mb.edge_rows_E),
                 edge_labels_E=self._label_E[edges],

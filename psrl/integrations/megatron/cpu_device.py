@@ -180,20 +180,21 @@ def rng_on_cpu_generator() -> None:
 
 
 @HOOKS.add(
-    cause="without TransformerEngine and Apex, a loaded optimizer state has one step counter that all parameters "
-    "share, and torch's AdamW advances it once per parameter",
-    upstream="megatron/core/optimizer/distrib_optimizer.py:817 (DistributedOptimizer.load_state_dict)",
-    remove_when="every parameter gets a tensor of its own",
+    cause="without TransformerEngine and Apex, loading gives all parameters one shared step counter, which torch's "
+    "AdamW then advances once per parameter, and overwrites it with the value from before the load",
+    upstream="megatron/core/optimizer/distrib_optimizer.py:817, :971 (DistributedOptimizer.load_state_dict)",
+    remove_when="every parameter gets a counter of its own from the loaded param_groups",
 )
-def one_step_counter_per_parameter() -> None:
+def adam_step_is_loaded() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     upstream = DistributedOptimizer.load_state_dict
 
     def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+        steps = [group["step"] for group in state_dict["optimizer"]["param_groups"]]
         upstream(self, state_dict)
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+        for group, step in zip(self.optimizer.param_groups, steps, strict=True):
+            for param in group["params"]:
+                self.optimizer.state[param]["step"] = torch.tensor(float(step))
 
     DistributedOptimizer.load_state_dict = load_state_dict
