@@ -116,7 +116,7 @@ def _integers(where: str, values: Mapping[str, Any], key: str, *, high: int) -> 
     if not set(map(type, items)) <= {int}:
         bad = next(i for i, item in enumerate(items) if type(item) is not int)
         raise InputError(f"{where}: {key}[{bad}] must be an integer, got {_show(items[bad])}")
-    if items and not (0 <= min(items) and max(items) <= high):
+    if items and (min(items) < 0 or max(items) > high):
         bad = next(i for i, item in enumerate(items) if not 0 <= item <= high)
         raise InputError(f"{where}: {key}[{bad}] must be in 0 .. {high}, got {_show(items[bad])}")
     return np.asarray(items, dtype=np.int64)
@@ -148,7 +148,7 @@ def _old_log_probs(where: str, values: Mapping[str, Any], num_targets: int) -> F
 def _floats(where: str, key: str, items: list[Any], num_targets: int) -> FloatArray:
     if len(items) != num_targets:
         raise InputError(
-            f"{where}: {key} has {len(items)} entries, but the sample has {num_targets} targets (tokens with loss_mask 1)"
+            f"{where}: {key} has {len(items)} entries, but the sample has {num_targets} targets (loss_mask 1)"
         )
     return np.asarray([_float(where, f"{key}[{i}]", item) for i, item in enumerate(items)], dtype=np.float64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -66,11 +67,11 @@ def compare_sides(
 def _worst_sample(ours_M: Tensor, theirs_M: Tensor, cu_targets: list[int]) -> tuple[float, str]:
     """Absolute difference over 1 + the sample's largest value."""
     worst, where = 0.0, ""
-    for sample, (start, end) in enumerate(zip(cu_targets, cu_targets[1:], strict=False)):
+    for sample, (start, end) in enumerate(pairwise(cu_targets)):
         if end == start:
             continue
         ours, theirs = ours_M[start:end].double(), theirs_M[start:end].double()
-        error = _number(((ours - theirs).abs().max() / (1 + theirs.abs().max())))
+        error = _number((ours - theirs).abs().max() / (1 + theirs.abs().max()))
         if error >= worst:
             worst, where = error, f"sample {sample}"
     return worst, where

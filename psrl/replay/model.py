@@ -96,9 +96,9 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
     import torch
     import transformers
 
-    config_cls, model_cls, extra = {
-        "tiny-qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "tiny-qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": sizes.hidden // sizes.heads}),
+    config_cls, model_cls = {
+        "tiny-qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "tiny-qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     }[kind]
     config = config_cls(
         vocab_size=vocab_size,
@@ -112,7 +112,7 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **extra,
+        **({"head_dim": sizes.hidden // sizes.heads} if kind == "tiny-qwen3" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

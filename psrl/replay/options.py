@@ -32,8 +32,8 @@ class TinyModel:
     kv_heads: int = 2
 
     def __post_init__(self) -> None:
-        for name, flag in (("hidden", "--hidden"), ("layers", "--layers"), ("heads", "--heads"), ("kv_heads", "--kv-heads")):
-            _at_least(flag, getattr(self, name), 1)
+        for name in ("hidden", "layers", "heads", "kv_heads"):
+            _at_least(_flag(name), getattr(self, name), 1)
         if self.hidden % (2 * self.heads):
             raise ConfigError(f"--hidden {self.hidden} must be a multiple of 2 x --heads {self.heads}")
         if self.heads % self.kv_heads:

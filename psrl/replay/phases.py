@@ -73,6 +73,29 @@ class PhaseRunner:
     def cu_targets(self) -> np.ndarray:
         return self._whole.cu_targets
 
+    @property
+    def num_mini_batches(self) -> int:
+        return sum(self._num_mini_batches(batch) for _, batch in self._parts)
+
+    def sample_values(self) -> dict[str, Tensor]:
+        """``log_probs.{row}`` and ``entropy.{row}`` of the old-log-prob phase, one value per target of the sample.
+
+        Of the sharing side where both ran; so are the gradients.
+        """
+        outputs = self.runs[OLD_LOG_PROB][self._sides[0].name].outputs_M
+        bounds = list(zip(self.cu_targets[:-1].tolist(), self.cu_targets[1:].tolist(), strict=True))
+        return {
+            f"{key}.{row}": values[start:end].clone()
+            for key, values in outputs.items()
+            for row, (start, end) in enumerate(bounds)
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradient of the first mini-batch's loss by Hugging Face parameter name."""
+        gradients = self.runs[UPDATE][self._sides[0].name].first.gradients
+        assert gradients is not None
+        return gradients
+
     def run(self) -> None:
         """All three phases. The actors' weights change in the last one."""
         self._interleave(OLD_LOG_PROB, lambda side, run: self._infer(OLD_LOG_PROB, side.actor, side, run))
@@ -110,10 +133,10 @@ class PhaseRunner:
         columns_M = self._update_columns(side.name)
         is_first_repeat = not run.seconds
         for step in range(self._options.steps):
-            calls = [self._update_call(side, part, batch, columns_M) for part, batch in self._parts]
+            calls = [(batch, self._update_call(side, part, batch, columns_M)) for part, batch in self._parts]
             whole = Observation()
             seconds = 0.0
-            for index, call in enumerate(calls):
+            for index, (batch, call) in enumerate(calls):
                 with observed(
                     side.actor,
                     with_gradients=is_first_repeat and step == 0 and index == 0,
@@ -124,10 +147,13 @@ class PhaseRunner:
                     seconds += time.perf_counter() - start - seen.excluded_seconds
                 _add(whole, seen)
                 if is_first_repeat:
-                    run.metrics += mini_batch_metrics(output)
+                    run.metrics += mini_batch_metrics(output, self._num_mini_batches(batch))
             _record(run, whole, seconds)
             if is_first_repeat and step == 0:
                 run.first = whole
+
+    def _num_mini_batches(self, batch: ReplayBatch) -> int:
+        return max(1, batch.num_samples // self._mini_batch)
 
     def _update_columns(self, side: str) -> dict[str, FloatArray]:
         """[M] old log-probs, given or computed by this side, and the reference's where the loss wants them."""
@@ -140,11 +166,9 @@ class PhaseRunner:
             columns["ref_log_prob"] = self.runs[REF][side].outputs_M["log_probs"].double().numpy()
         return columns
 
-    def _update_call(
-        self, side: Side, part: slice, batch: ReplayBatch, columns_M: dict[str, FloatArray]
-    ) -> TensorDict:
+    def _update_call(self, side: Side, part: slice, batch: ReplayBatch, columns_M: dict[str, FloatArray]) -> TensorDict:
         targets = slice(int(self.cu_targets[part.start]), int(self.cu_targets[part.stop]))
-        mini_batch_size = min(self._mini_batch, batch.num_samples)
+        mini_batch_size = batch.num_samples // self._num_mini_batches(batch)
         return batch.tensordict(
             max_tokens=side.max_tokens,
             temperature=self._options.temperature,

@@ -67,6 +67,7 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
             recompute=None if options.recompute == "none" else options.recompute,
             forward_only=forward_only,
             seed=options.seed,
+            quiet=False,  # the whole job is
             model={"tokenizer_path": str(model.tokenizer_folder)},
             vanilla_mbridge=True,  # gradients are exported through it
         )

@@ -180,21 +180,32 @@ def rng_on_cpu_generator() -> None:
 
 
 @HOOKS.add(
-    cause="without TransformerEngine and Apex, loading gives all parameters one shared step counter, which torch's "
-    "AdamW then advances once per parameter, and overwrites it with the value from before the load",
-    upstream="megatron/core/optimizer/distrib_optimizer.py:817, :971 (DistributedOptimizer.load_state_dict)",
-    remove_when="every parameter gets a counter of its own from the loaded param_groups",
+    cause="without TransformerEngine and Apex, a distributed optimizer that has not stepped has no step counter to save "
+    "or to load into; and loading makes all parameters share one counter, which torch's AdamW advances once per "
+    "parameter, and overwrites it with the value from before the load",
+    upstream="megatron/core/optimizer/distrib_optimizer.py:642 (state_dict), :817 and :971 (load_state_dict)",
+    remove_when="every parameter has a counter of its own, from the loaded param_groups",
 )
-def adam_step_is_loaded() -> None:
+def adam_step_counters() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    upstream = DistributedOptimizer.load_state_dict
+    upstream_state_dict, upstream_load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+    def params_of(optimizer: DistributedOptimizer) -> Iterator[torch.Tensor]:
+        return (param for group in optimizer.optimizer.param_groups for param in group["params"])
+
+    def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
+        if not self.optimizer.state:
+            self.init_state_fn(self.optimizer, self.config)
+            for param in params_of(self):
+                self.optimizer.state[param]["step"] = torch.tensor(0.0)
+        return upstream_state_dict(self)
 
     def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
-        steps = [group["step"] for group in state_dict["optimizer"]["param_groups"]]
-        upstream(self, state_dict)
-        for group, step in zip(self.optimizer.param_groups, steps, strict=True):
-            for param in group["params"]:
-                self.optimizer.state[param]["step"] = torch.tensor(float(step))
+        (step,) = {group["step"] for group in state_dict["optimizer"]["param_groups"]}
+        upstream_load(self, state_dict)
+        for param in params_of(self):
+            self.optimizer.state[param]["step"] = torch.tensor(float(step))
 
+    DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict

@@ -120,7 +120,8 @@ class CudaFlashKernel:
 @contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
     """The CUDA backward sums the queries' gradients with atomic adds unless PyTorch's global switch is on."""
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -142,7 +143,8 @@ def flash_kernel(device: torch.device, dtype: torch.dtype) -> FlashKernel:
     """
     kernel = KERNELS.get(device.type)
     if kernel is None:
-        raise UnsupportedError(f"attention backend 'sdpa' runs on {' and '.join(KERNELS)}, got tensors on {device.type}")
+        devices = " and ".join(KERNELS)
+        raise UnsupportedError(f"attention backend 'sdpa' runs on {devices}, got tensors on {device.type}")
     if dtype not in kernel.dtypes:
         names = " or ".join(str(x).removeprefix("torch.") for x in kernel.dtypes)
         raise UnsupportedError(

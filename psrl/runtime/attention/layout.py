@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from psrl.runtime.attention.tiling import Range, Tile, cut_rectangles, cut_triangles, order_tiles
 from psrl.types import IntArray
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayout:
     """Key s is visible to the queries ``first_S[s] <= q < last_S[s]``; the same mask as tiles for dense kernels."""
@@ -22,6 +23,8 @@ class AttentionLayout:
     num_queries: int
     visible_pairs: int
     """Number of (query, key) pairs that the mask lets through."""
+    is_constant: bool
+    """No query sees two keys: each weight is 1, whatever q and k are."""
     tiles: tuple[Tile, ...]
     """In the order in which their results are merged."""
     unset_queries: tuple[Range, ...]
@@ -52,6 +55,7 @@ class AttentionLayout:
             last_S=last,
             num_queries=num_queries,
             visible_pairs=int((end - begin).sum()),
+            is_constant=_most_keys(begin, end) <= 1,
             tiles=tiles,
             unset_queries=unset_queries,
             unset_keys=unset_keys,
@@ -99,6 +103,13 @@ class AttentionLayout:
     def has_merges(self) -> bool:
         """Whether the keys of some query lie in several tiles."""
         return not all(tile.is_new_q for tile in self.tiles)
+
+
+def _most_keys(begin_V: IntArray, end_V: IntArray) -> int:
+    """Most keys that one query sees."""
+    changes = np.bincount(begin_V) if len(begin_V) else np.zeros(1, dtype=np.int64)
+    changes = np.r_[changes, np.zeros(int(end_V.max(initial=0)) + 1 - len(changes), dtype=np.int64)]
+    return int(np.cumsum(changes - np.bincount(end_V, minlength=len(changes))).max())
 
 
 def _checked(first_S: ArrayLike, last_S: ArrayLike, num_queries: int) -> tuple[IntArray, IntArray]:

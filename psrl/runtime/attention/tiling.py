@@ -93,7 +93,8 @@ def cut_triangles(keys_V: IntArray, begin_V: IntArray, end_V: IntArray) -> tuple
 
     rest_V = begin_V.copy()
     offsets = np.cumsum(lengths) - lengths
-    rest_V[np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths)] = np.repeat(begin_V[starts] + lengths, lengths)
+    inside = np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths)
+    rest_V[inside] = np.repeat(begin_V[starts] + lengths, lengths)
     triangles = zip(begin_V[starts].tolist(), keys_V[starts].tolist(), lengths.tolist(), strict=True)
     return [Triangle(*values) for values in triangles], rest_V
 

@@ -1,0 +1,196 @@
+"""The replay job: read, check, build, run, compare, write."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from psrl.data import ReplaySample, load_samples, load_tokenizer
+from psrl.data.samples import check_vocabulary
+from psrl.errors import InputError, PSRLError
+from psrl.integrations.verl.compat import quiet_upstream
+from psrl.replay.model import (
+    ReplayModel,
+    check_model_folder,
+    make_placeholder_tokenizer,
+    make_random_model,
+    vocabulary_for,
+)
+from psrl.replay.options import TINY_MODELS, ReplayOptions
+from psrl.replay.output import check_targets, write_dump, write_json
+from psrl.replay.progress import Progress
+
+if TYPE_CHECKING:
+    from psrl.replay.compare import Difference
+    from psrl.replay.phases import PhaseRunner
+    from psrl.replay.side import Side
+
+EXIT_OK, EXIT_DIFFERENT = 0, 1
+
+
+def run_replay(options: ReplayOptions) -> int:
+    """Run a replay; returns the exit code: 0, or 1 where ``--sharing both`` finds a difference beyond tolerance.
+
+    Nothing is written unless everything ran.
+
+    Raises:
+        PSRLError: the input, the model or an option is not usable; the message is for the user.
+    """
+    check_targets(options.dump, options.json)
+    num_sides = 2 if options.sharing == "both" else 1
+    with Progress(total=1 + num_sides * (1 + 3 * options.repeat), repeats=options.repeat) as progress:
+        with progress.task("reading", ", ".join(path.name for path in options.files)):
+            vocab_size = None if options.model in TINY_MODELS else check_model_folder(options.model)
+            samples = _read_samples(options, progress)
+            vocab_size = _check_vocabulary(options, samples, vocab_size)
+        with tempfile.TemporaryDirectory(prefix="psrl_replay_") as scratch:
+            runner = _quietly(lambda: _run(options, samples, vocab_size, Path(scratch), progress))
+        differences = _compare(options, runner, progress) if options.sharing == "both" else None
+    return _finish(options, samples, vocab_size, runner, differences)
+
+
+def _quietly(run: Callable[[], PhaseRunner]) -> PhaseRunner:
+    """Run without the upstreams' chatter, which reaches the terminal only with an error that is not the user's."""
+    with quiet_upstream():
+        try:
+            return run()
+        except (PSRLError, KeyboardInterrupt) as error:
+            stopped = error
+    raise stopped
+
+
+def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[ReplaySample]:
+    loaded = load_samples(
+        options.files,
+        tokenizer=lambda: load_tokenizer(_tokenizer_source(options)),
+        mode=options.mode,
+        limit=options.limit,
+    )
+    if loaded.rows_without_samples:
+        rows = loaded.rows_without_samples
+        progress.note(f"{len(rows)} chat rows have no assistant message and give no sample, the first is {rows[0]}")
+    samples = loaded.samples
+    if options.sharing != "on":
+        _check_unshared(samples, options)
+    return samples
+
+
+def _tokenizer_source(options: ReplayOptions) -> str | None:
+    """``--tokenizer``, else the model's own, else None."""
+    models_own = options.model not in TINY_MODELS and (Path(options.model) / "tokenizer.json").is_file()
+    return options.model if options.tokenizer is None and models_own else options.tokenizer
+
+
+def _check_unshared(samples: Sequence[ReplaySample], options: ReplayOptions) -> None:
+    """veRL's packed path counts positions itself, and divides by the number of targets of the mini-batch."""
+    for sample in samples:
+        if not sample.has_default_positions:
+            raise InputError(
+                f"{sample.where}: position_ids are not 0, 1, 2, ...: veRL's packed sequences ignore them, so this "
+                f"sample runs only with --sharing on (got --sharing {options.sharing})"
+            )
+    size = options.mini_batch or len(samples)
+    for start in range(0, len(samples), size):
+        if not any(sample.num_targets for sample in samples[start : start + size]):
+            raise InputError(
+                f"{samples[start].where}: the mini-batch that begins here has no target (loss_mask 1): veRL's loss "
+                f"would be 0/0; use --sharing on or a larger --mini-batch"
+            )
+
+
+def _check_vocabulary(options: ReplayOptions, samples: Sequence[ReplaySample], vocab_size: int | None) -> int:
+    """Size of the model's vocabulary; a random model gets one that is large enough."""
+    if vocab_size is None:
+        largest = max(samples, key=lambda sample: int(sample.input_ids_N.max()))
+        return vocabulary_for(int(largest.input_ids_N.max()), largest.where)
+    check_vocabulary(samples, vocab_size, options.model)
+    return vocab_size
+
+
+def _run(
+    options: ReplayOptions, samples: Sequence[ReplaySample], vocab_size: int, scratch: Path, progress: Progress
+) -> PhaseRunner:
+    # torch and the upstreams take seconds to import: after the input has been checked.
+    from psrl.replay.phases import PhaseRunner
+    from psrl.replay.side import SHARED, UNSHARED
+
+    names = {"on": (SHARED,), "off": (UNSHARED,), "both": (SHARED, UNSHARED)}[options.sharing]
+    sides: list[Side] = []
+    model = _prepare_model(options, samples, vocab_size, scratch)
+    for name in names:
+        with progress.task("building the model", name):
+            sides.append(_build(name, options, model, samples, progress))
+    runner = PhaseRunner(options, samples, sides, progress)
+    runner.run()
+    return runner
+
+
+def _build(
+    name: str, options: ReplayOptions, model: ReplayModel, samples: Sequence[ReplaySample], progress: Progress
+) -> Side:
+    from psrl.replay.side import UNSHARED, build_side
+
+    max_tokens = options.max_tokens
+    longest = max(sample.num_tokens for sample in samples)
+    if name == UNSHARED and longest > max_tokens:
+        progress.note(
+            f"without sharing the token budget is {longest}, the longest sample, instead of {max_tokens}: veRL does "
+            "not split samples"
+        )
+        max_tokens = longest
+    return build_side(name, options, model, max_tokens)
+
+
+def _prepare_model(
+    options: ReplayOptions, samples: Sequence[ReplaySample], vocab_size: int, scratch: Path
+) -> ReplayModel:
+    folder, tokenizer_folder = Path(options.model), scratch / "tokenizer"
+    make_placeholder_tokenizer(tokenizer_folder)
+    if options.model in TINY_MODELS:
+        folder = scratch / "model"
+        max_position = max(int(sample.position_ids_N.max()) for sample in samples)
+        make_random_model(options.model, options.tiny, vocab_size, options.seed, max_position, folder)
+    return ReplayModel(options.model, folder, tokenizer_folder, vocab_size)
+
+
+def _compare(options: ReplayOptions, runner: PhaseRunner, progress: Progress) -> list[Difference]:
+    from psrl.integrations.verl.actor_loss import depends_on_micro_batches
+    from psrl.replay.compare import TOLERANCES, compare_sides
+    from psrl.replay.phases import UPDATE
+    from psrl.replay.side import UNSHARED
+
+    unshared = runner.runs[UPDATE][UNSHARED].first
+    one_each = unshared.micro_batches == runner.num_mini_batches
+    coupled = depends_on_micro_batches(options.loss, options.effective_loss_agg_mode, options.loss_scale_factor)
+    if coupled and not one_each:
+        progress.note(
+            f"gradients and metrics are not compared: without sharing, the {options.loss} loss depends on how the "
+            "mini-batch is cut into micro-batches; with a larger --max-tokens it is not cut"
+        )
+    return compare_sides(
+        runner.runs,
+        runner.cu_targets.tolist(),
+        tolerance=options.tolerance if options.tolerance is not None else TOLERANCES[options.dtype],
+        with_update=one_each or not coupled,
+        all_metrics=one_each,
+    )
+
+
+def _finish(
+    options: ReplayOptions,
+    samples: Sequence[ReplaySample],
+    vocab_size: int,
+    runner: PhaseRunner,
+    differences: list[Difference] | None,
+) -> int:
+    from psrl.replay.report import make_record, print_record
+
+    record = make_record(options, samples, vocab_size, runner.runs, differences)
+    if options.dump is not None:
+        write_dump(options.dump, runner.sample_values(), runner.gradients(), record)
+    if options.json is not None:
+        write_json(options.json, record)
+    print_record(record)
+    return EXIT_OK if all(d.is_within for d in differences or ()) else EXIT_DIFFERENT

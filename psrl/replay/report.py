@@ -1,0 +1,183 @@
+"""The results of a replay as JSON values and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group
+from rich.table import Table
+
+from psrl import __version__
+from psrl.data import ReplaySample
+from psrl.replay.compare import Difference
+from psrl.replay.options import ReplayOptions
+from psrl.replay.phases import PHASES, UPDATE, PhaseRun
+from psrl.replay.side import SHARED, UNSHARED
+from psrl.tree import build_tree
+from psrl.types import SampleBatch
+
+PHASE_NAMES = {"old_log_prob": "old log-prob", "ref": "reference", "update": "update"}
+_NONE = "-"
+
+
+def make_record(
+    options: ReplayOptions,
+    samples: Sequence[ReplaySample],
+    vocab_size: int,
+    runs: Mapping[str, Mapping[str, PhaseRun]],
+    differences: Sequence[Difference] | None,
+) -> dict[str, Any]:
+    """Everything that was measured. Plan figures are those of the update's first step, added up over mini-batches.
+
+    ``kv_bytes_peak`` is measured, ``kv_bytes_predicted`` is the plan's; None without sharing, as is all that needs a
+    plan. Seconds are medians over repeats, of one pass over all samples.
+    """
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    phases = {phase: _phase_record(runs[phase], num_tokens) for phase in PHASES}
+    update = phases[UPDATE]
+    shared = SHARED in runs[UPDATE]
+    unique = update["unique_tokens"] if shared else count_unique_tokens(samples, options.mini_batch)
+    side = SHARED if shared else UNSHARED
+    return {
+        "psrl_version": __version__,
+        "options": options.for_report(),
+        "vocab_size": vocab_size,
+        "samples": len(samples),
+        "targets": sum(sample.num_targets for sample in samples),
+        "tokens": num_tokens,
+        "unique_tokens": unique,
+        "prefix_match_rate": 1.0 - unique / num_tokens,
+        "spine_tokens": update["spine_tokens"],
+        "micro_batches": update["micro_batches"] if shared else update["micro_batches_unshared"],
+        "waves": update["waves"],
+        "kv_bytes_peak": _largest(phases, "kv_bytes_peak"),
+        "kv_bytes_predicted": _largest(phases, "kv_bytes_predicted"),
+        **phases,
+        "metrics": runs[UPDATE][side].metrics,
+        "comparison": None if differences is None else [asdict(d) | {"within": d.is_within} for d in differences],
+    }
+
+
+def _phase_record(run: Mapping[str, PhaseRun], num_tokens: int) -> dict[str, Any]:
+    shared, unshared = run.get(SHARED), run.get(UNSHARED)
+    reports = shared.first.reports if shared else []
+    seconds = {name: run[name].median_seconds if name in run else None for name in (SHARED, UNSHARED)}
+    flops_shared = sum(report.stats.flops_shared for report in reports)
+    flops_unshared = sum(report.stats.flops_unshared for report in reports)
+    planning = shared.planning_seconds / len(shared.seconds) if shared else None
+    return {
+        "seconds_shared": seconds[SHARED],
+        "seconds_unshared": seconds[UNSHARED],
+        "speedup": seconds[UNSHARED] / seconds[SHARED] if shared and unshared else None,
+        "ideal_speedup": flops_unshared / flops_shared if shared else None,
+        "tokens_per_second_shared": num_tokens / seconds[SHARED] if shared else None,
+        "tokens_per_second_unshared": num_tokens / seconds[UNSHARED] if unshared else None,
+        "planning_seconds": planning,
+        "planning_share": planning / (sum(shared.seconds) / len(shared.seconds)) if shared else None,
+        "unique_tokens": sum(report.stats.unique_tokens for report in reports) if shared else None,
+        "spine_tokens": sum(report.stats.spine_tokens for report in reports) if shared else None,
+        "micro_batches": sum(report.stats.num_micro_batches for report in reports) if shared else None,
+        "micro_batches_unshared": unshared.first.micro_batches if unshared else None,
+        "waves": sum(report.stats.num_waves for report in reports) if shared else None,
+        "kv_bytes_peak": max(report.kv_bytes_measured for report in reports) if shared else None,
+        "kv_bytes_predicted": max(report.stats.kv_bytes_peak for report in reports) if shared else None,
+        "all_seconds_shared": shared.seconds if shared else None,
+        "all_seconds_unshared": unshared.seconds if unshared else None,
+    }
+
+
+def count_unique_tokens(samples: Sequence[ReplaySample], mini_batch: int | None) -> int:
+    """Distinct prefixes within each mini-batch."""
+    size = mini_batch or len(samples)
+    return sum(_unique_tokens(samples[start : start + size]) for start in range(0, len(samples), size))
+
+
+def _unique_tokens(samples: Sequence[ReplaySample]) -> int:
+    seqlens = [sample.num_tokens for sample in samples]
+    batch = SampleBatch(
+        token_ids_N=np.concatenate([sample.input_ids_N for sample in samples]),
+        position_ids_N=np.concatenate([sample.position_ids_N for sample in samples]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(seqlens)]).astype(np.int64),
+        target_mask_N=np.concatenate([sample.loss_mask_N for sample in samples]),
+        group_ids_S=np.zeros(len(samples), dtype=np.int64),
+        temperatures_S=np.ones(len(samples)),
+    )
+    return build_tree(batch).num_tokens
+
+
+def _largest(phases: Mapping[str, Mapping[str, Any]], key: str) -> int | None:
+    values = [phases[phase][key] for phase in PHASES if phases[phase][key] is not None]
+    return max(values) if values else None
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+def print_record(record: Mapping[str, Any]) -> None:
+    """Print the table to stdout."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    tables = [_figures(record), _phases(record)]
+    if record["comparison"] is not None:
+        tables.append(_comparison(record["comparison"]))
+    console.print(Group(*tables))
+
+
+def _figures(record: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    rows = (
+        ("samples", _count(record["samples"])),
+        ("tokens", _count(record["tokens"])),
+        ("unique tokens", _count(record["unique_tokens"])),
+        ("match rate", f"{100 * record['prefix_match_rate']:.1f} %"),
+        ("spine tokens", _count(record["spine_tokens"])),
+        ("micro-batches", _count(record["micro_batches"])),
+        ("peak KV bytes, predicted", _count(record["kv_bytes_predicted"])),
+        ("peak KV bytes, measured", _count(record["kv_bytes_peak"])),
+    )
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _phases(record: Mapping[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("phase")
+    columns = ("shared s", "tokens/s", "unshared s", "tokens/s", "speed-up", "ideal", "planning")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for phase in PHASES:
+        values = record[phase]
+        table.add_row(
+            PHASE_NAMES[phase],
+            _float(values["seconds_shared"], "{:.3f}"),
+            _float(values["tokens_per_second_shared"], "{:,.0f}"),
+            _float(values["seconds_unshared"], "{:.3f}"),
+            _float(values["tokens_per_second_unshared"], "{:,.0f}"),
+            _float(values["speedup"], "{:.2f}x"),
+            _float(values["ideal_speedup"], "{:.2f}x"),
+            _float(values["planning_share"], "{:.1%}"),
+        )
+    return table
+
+
+def _comparison(differences: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("shared against unshared", "worst relative difference", "at", "limit", ""):
+        table.add_column(name)
+    for d in differences:
+        limit = _float(d["tolerance"], "{:.0e}")
+        table.add_row(d["quantity"], f"{d['worst']:.2e}", d["where"], limit, "" if d["within"] else "TOO LARGE")
+    return table
+
+
+def _count(value: int | None) -> str:
+    return _NONE if value is None else f"{value:,}"
+
+
+def _float(value: float | None, form: str) -> str:
+    return _NONE if value is None else form.format(value)

@@ -1,0 +1,81 @@
+"""Choice of the attention backend; the public functions.
+
+Shape legend: T queries, S keys, N query heads, K key/value heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from psrl.config import ATTENTION_BACKENDS
+from psrl.errors import ConfigError
+from psrl.runtime.attention.base import AttentionBackend, check_inputs
+from psrl.runtime.attention.layout import AttentionLayout
+from psrl.runtime.attention.reference import reference_attention
+from psrl.runtime.attention.sdpa import sdpa_attention
+
+_BACKENDS: dict[str, AttentionBackend] = {
+    "auto": sdpa_attention,
+    "reference": reference_attention,
+    "sdpa": sdpa_attention,
+}
+
+
+def attend(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    first_S: Tensor | ArrayLike,
+    last_S: Tensor | ArrayLike,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention where key s is visible to the queries ``first_S[s] <= q < last_S[s]``.
+
+    Builds an ``AttentionLayout`` for one call; layers that share a mask build it once and use ``attend_layout``, which
+    documents the arguments and errors.
+
+    Args:
+        first_S: [S] integers (tensor, array or sequence), at least 0.
+        last_S: [S] integers, at most T; at most ``first_S`` for a key that no query sees.
+
+    Raises:
+        ValueError: also for intervals that leave the queries.
+    """
+    first, last = (x.numpy(force=True) if isinstance(x, Tensor) else np.asarray(x) for x in (first_S, last_S))
+    layout = AttentionLayout.build(first, last, len(q_TNH))
+    return attend_layout(q_TNH, k_SKH, v_SKH, layout, scale=scale, backend=backend)
+
+
+def attend_layout(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """[T, N, H] softmax attention under the mask of ``layout``, differentiable in q, k and v; deterministic.
+
+    Query head n reads key/value head ``n // (N / K)``. A query that sees no key gets 0, and sends no gradient.
+    The inputs may be strided views; none is changed.
+
+    Args:
+        scale: factor of the scores; None means ``H ** -0.5``.
+        backend: ``reference`` is dense, for tests, and takes any float dtype and a v with its own head dim. ``sdpa``
+            runs tiles on PyTorch's flash kernels, in time and memory proportional to visible pairs and tokens.
+            ``auto`` is ``sdpa``.
+
+    Raises:
+        ConfigError: ``backend`` is unknown.
+        UnsupportedError: the backend cannot run this device, dtype or head dimension.
+        ValueError: shapes, dtypes or devices do not fit together or to the layout.
+    """
+    if backend not in _BACKENDS:
+        raise ConfigError(f"psrl.attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, got {backend!r}")
+    check_inputs(q_TNH, k_SKH, v_SKH, layout)
+    return _BACKENDS[backend](q_TNH, k_SKH, v_SKH, layout, q_TNH.shape[2] ** -0.5 if scale is None else float(scale))
