@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from psrl.data import ReplaySample, load_samples, load_tokenizer
 from psrl.data.samples import check_vocabulary
-from psrl.errors import InputError, PSRLError
+from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.replay.model import (
     ReplayModel,
@@ -52,13 +52,15 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 def _quietly(run: Callable[[], PhaseRunner]) -> PhaseRunner:
-    """Run without the upstreams' chatter, which reaches the terminal only with an error that is not the user's."""
+    """Run without the upstreams' chatter, which reaches the terminal only with an error that nobody expected."""
     with quiet_upstream():
+        import psrl.replay.phases  # noqa: F401  (torch and the upstreams: seconds, after the input has been checked)
+    with quiet_upstream():  # again: it reaches the log handlers that exist when it begins
         try:
             return run()
-        except (PSRLError, KeyboardInterrupt) as error:
-            stopped = error
-    raise stopped
+        except KeyboardInterrupt as error:
+            interrupt = error
+    raise interrupt
 
 
 def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[ReplaySample]:
@@ -112,7 +114,6 @@ def _check_vocabulary(options: ReplayOptions, samples: Sequence[ReplaySample], v
 def _run(
     options: ReplayOptions, samples: Sequence[ReplaySample], vocab_size: int, scratch: Path, progress: Progress
 ) -> PhaseRunner:
-    # torch and the upstreams take seconds to import: after the input has been checked.
     from psrl.replay.phases import PhaseRunner
     from psrl.replay.side import SHARED, UNSHARED
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from psrl.errors import InputError, UnsupportedError
+from psrl.integrations.verl.support import check_model
 from psrl.replay.options import TINY_MODELS, TinyModel
 
-MODEL_TYPES = ("qwen2", "qwen3")
 MAX_VOCAB = 262_144
 """Largest vocabulary of a random model."""
 _MIN_VOCAB, _VOCAB_MULTIPLE = 512, 128
@@ -49,11 +50,10 @@ def check_model_folder(model: str) -> int:
         raise InputError(f"{path}: broken JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: expected a JSON object")
-    if config.get("model_type") not in MODEL_TYPES:
-        raise UnsupportedError(
-            f"{path}: unsupported model: model_type is {config.get('model_type')!r}, expected one of "
-            f"{', '.join(MODEL_TYPES)}"
-        )
+    try:
+        check_model(SimpleNamespace(**config))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: unsupported model: {error}") from error
     _refuse_options(path, config)
     if not any((folder / name).is_file() for name in _WEIGHTS):
         raise InputError(f"{folder}: no weights: expected {' or '.join(_WEIGHTS[:2])}")
@@ -69,8 +69,8 @@ def _refuse_options(path: Path, config: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"{path}: {key} is {value}, but prefix sharing needs dropout 0: a shared token has one hidden state"
             )
-    if config.get("use_sliding_window"):
-        raise UnsupportedError(f"{path}: use_sliding_window is not supported: set it to false")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise UnsupportedError(f"{path}: use_sliding_window is not supported: use a model with full attention")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind != "default":
@@ -95,6 +95,7 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
     """Write a float32 checkpoint with seeded random weights to ``path``."""
     import torch
     import transformers
+    from safetensors.torch import save_file
 
     config_cls, model_cls = {
         "tiny-qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
@@ -116,7 +117,10 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model_cls(config).float().save_pretrained(path)
+        model = model_cls(config).float()
+    config.architectures = [model_cls.__name__]
+    config.save_pretrained(path)
+    save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_placeholder_tokenizer(path: Path) -> None:

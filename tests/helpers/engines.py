@@ -69,5 +69,3 @@ def _outcome(engine: Any, output: dict[str, Any], rows: Sequence[Row], grads: di
         grads=grads,
         report=getattr(engine, "last_report", None),
     )
-
-

@@ -36,10 +36,10 @@ def install() -> None:
 def device_mode() -> Iterator[None]:
     """Redirect CUDA devices to the CPU for torch calls of this thread. Reentrant; nothing where CUDA is available.
 
-    Cause: literals ``device="cuda"`` (megatron/core/optimizer/optimizer.py:473, clip_grads.py:103,
-    pipeline_parallel/schedules.py:639, ...), ``Module.cuda`` (mbridge/utils), and the choice of an optimizer path by
-    ``tensor.type() == "torch.cuda.FloatTensor"`` (optimizer.py:671, distrib_optimizer.py:361, clip_grads.py:167).
-    Remove when Megatron-Core takes the device from its configuration.
+    Cause: literals ``device="cuda"`` (megatron/core/optimizer/optimizer.py:473, optimizer/clip_grads.py:103,
+    pipeline_parallel/schedules.py:596, ...), ``Module.cuda`` (mbridge/core/util.py:151), and an optimizer path chosen
+    by ``tensor.type() == "torch.cuda.FloatTensor"`` (optimizer/optimizer.py:671, distrib_optimizer.py:361,
+    clip_grads.py:167). Remove when Megatron-Core takes the device from its configuration.
     """
     if not is_active() or getattr(_local, "depth", 0):
         yield
@@ -113,8 +113,8 @@ class _NoStream:
 
 @HOOKS.add(
     cause="asks torch.cuda for the current device, streams and synchronisation without a device argument",
-    upstream="megatron/core/tensor_parallel/layers.py:261, distributed/param_and_grad_buffer.py:783, "
-    "distributed/distributed_data_parallel.py:230, pipeline_parallel/p2p_communication.py:420",
+    upstream="megatron/core/tensor_parallel/layers.py:261, megatron/core/distributed/param_and_grad_buffer.py:783, "
+    "megatron/core/distributed/distributed_data_parallel.py:230",
     remove_when="Megatron-Core goes through a platform interface instead of torch.cuda",
 )
 def torch_cuda_functions() -> None:
@@ -135,7 +135,7 @@ def torch_cuda_functions() -> None:
 @HOOKS.add(
     cause="the small fused functions (swiglu, bias-dropout-add) and veRL's entropy are compiled at run time, which "
     "needs a C++ tool chain, costs seconds per shape, and fails under a TorchFunctionMode",
-    upstream="megatron/core/jit.py:21, verl/utils/megatron/tensor_parallel.py:118",
+    upstream="megatron/core/jit.py:21, verl/utils/megatron/tensor_parallel.py:112",
     remove_when="both have a switch to leave these functions eager",
 )
 def no_run_time_compilation() -> None:
@@ -147,8 +147,8 @@ def no_run_time_compilation() -> None:
 @HOOKS.add(
     cause="weights are initialised, and recomputed layers replayed, with the CUDA generator; on the CPU the tensors "
     "draw from the CPU generator",
-    upstream="megatron/core/tensor_parallel/random.py:41 (_get_cuda_rng_state), :72 (_set_cuda_rng_state), "
-    ":161 (CudaRNGStatesTracker)",
+    upstream="megatron/core/tensor_parallel/random.py:41, :72 and :161 (_get_cuda_rng_state, _set_cuda_rng_state, "
+    "CudaRNGStatesTracker)",
     remove_when="Megatron-Core's tracker takes the generator as an argument",
 )
 def rng_on_cpu_generator() -> None:
@@ -180,10 +180,10 @@ def rng_on_cpu_generator() -> None:
 
 
 @HOOKS.add(
-    cause="without TransformerEngine and Apex, a distributed optimizer that has not stepped has no step counter to save "
-    "or to load into; and loading makes all parameters share one counter, which torch's AdamW advances once per "
+    cause="without TransformerEngine and Apex, a distributed optimizer that has not stepped has no step counter to "
+    "save or to load into; and loading makes all parameters share one counter, which torch's AdamW advances once per "
     "parameter, and overwrites it with the value from before the load",
-    upstream="megatron/core/optimizer/distrib_optimizer.py:642 (state_dict), :817 and :971 (load_state_dict)",
+    upstream="megatron/core/optimizer/distrib_optimizer.py:642 (state_dict), :821 and :940 (load_state_dict)",
     remove_when="every parameter has a counter of its own, from the loaded param_groups",
 )
 def adam_step_counters() -> None:

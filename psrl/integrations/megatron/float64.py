@@ -44,7 +44,7 @@ class _KeepFloat64(TorchFunctionMode):
 
 @HOOKS.add(
     cause="knows float16, float32 and bfloat16 only and raises for any other name",
-    upstream="verl/utils/torch_dtypes.py:58 (PrecisionType.to_dtype)",
+    upstream="verl/utils/torch_dtypes.py:61 (PrecisionType.to_dtype)",
     remove_when="veRL's PrecisionType.FULL maps to torch.float64",
 )
 def float64_by_name() -> None:
@@ -62,7 +62,7 @@ def float64_by_name() -> None:
 
 @HOOKS.add(
     cause="the gradient norm that is reported and that clips is rounded to float32",
-    upstream="megatron/core/utils.py:1207 (local_multi_tensor_l2_norm), used by optimizer/clip_grads.py:32",
+    upstream="megatron/core/utils.py:1207 (local_multi_tensor_l2_norm), megatron/core/optimizer/clip_grads.py:41",
     remove_when="the norm keeps the dtype of the gradients",
 )
 def grad_norm_keeps_float64() -> None:
@@ -81,7 +81,7 @@ def grad_norm_keeps_float64() -> None:
 
 @HOOKS.add(
     cause="the value head is created in the default dtype, not in params_dtype",
-    upstream="mbridge/utils/layer.py:38 (LinearForLastLayer.__init__)",
+    upstream="mbridge/utils/layer.py:34 (LinearForLastLayer.__init__)",
     remove_when="the head takes its dtype from the configuration",
 )
 def value_head_in_float64() -> None:

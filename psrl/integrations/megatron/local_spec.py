@@ -9,14 +9,14 @@ Shape legend: T packed tokens, N query heads, K key/value heads, H head size.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import math
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -39,7 +39,7 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
             f"normalization={config.normalization!r} with layernorm_zero_centered_gamma="
             f"{config.layernorm_zero_centered_gamma} needs TransformerEngine; without it only RMSNorm is available"
         )
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    weight: Any = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -85,7 +85,7 @@ class PackedCoreAttention(MegatronModule):
                 f"attention_dropout={config.attention_dropout} needs TransformerEngine's attention: set it to 0.0"
             )
         self.layer_number = layer_number
-        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale
         self.backend = backend
 
     def forward(
@@ -110,20 +110,23 @@ class PackedCoreAttention(MegatronModule):
         return out_TNH.flatten(1)
 
 
-def packed_layout(packed_seq_params: PackedSeqParams) -> AttentionLayout:
-    """The layout of a micro-batch of packed sequences, built by its first layer and kept on ``packed_seq_params``."""
+def packed_layout(packed_seq_params: Any) -> AttentionLayout:
+    """The layout of a micro-batch of packed sequences, built by its first layer and kept on its PackedSeqParams."""
     layout = getattr(packed_seq_params, "_psrl_layout", None)
     if layout is None:
         cu_seqlens = packed_seq_params.cu_seqlens_q_padded
         if cu_seqlens is None:
             cu_seqlens = packed_seq_params.cu_seqlens_q
-        layout = AttentionLayout.from_cu_seqlens(cu_seqlens)
+        layout = AttentionLayout.from_cu_seqlens(cu_seqlens.cpu())
         packed_seq_params._psrl_layout = layout
     return layout
 
 
 class LocalLayerProvider(BackendSpecProvider):
     """Modules for ``get_gpt_layer_with_transformer_engine_spec`` where TransformerEngine cannot be used."""
+
+    def __init__(self, attention_backend: str = "auto") -> None:
+        self.attention_backend = attention_backend
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
@@ -140,10 +143,10 @@ class LocalLayerProvider(BackendSpecProvider):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return RMSNorm
 
-    def core_attention(self) -> type:
-        return PackedCoreAttention
+    def core_attention(self) -> Any:
+        return functools.partial(PackedCoreAttention, backend=self.attention_backend)
 
-    def activation_func(self) -> None:
+    def activation_func(self) -> Any:
         return None
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple:
@@ -152,26 +155,26 @@ class LocalLayerProvider(BackendSpecProvider):
 
 def uses_transformer_engine() -> bool:
     """Whether layers are built from TransformerEngine: it is installed and there is a GPU to run it."""
-    return not cpu_device.is_active() and importlib.util.find_spec("transformer_engine") is not None
+    return not cpu_device.is_active() and gpt_layer_specs.HAVE_TE
 
 
 @contextlib.contextmanager
-def layer_specs() -> Iterator[None]:
+def layer_specs(attention_backend: str = "auto") -> Iterator[None]:
     """While active, ``get_gpt_decoder_block_spec(use_transformer_engine=True)`` builds layers for this machine.
 
-    Without TransformerEngine they come from this module; with it they are Megatron-Core's own.
+    Without TransformerEngine they come from this module, with ``attention_backend`` as in ``attend``; with it they are
+    Megatron-Core's own.
 
     Cause: ``TESpecProvider`` and ``TENorm`` are unbound without TransformerEngine
-    (megatron/core/models/gpt/gpt_layer_specs.py:44, used at :238 and :527), and mbridge builds its specs inside
-    ``_get_transformer_layer_spec`` (mbridge/core/llm_bridge.py:115). Remove when Megatron-Core takes the provider as
+    (megatron/core/models/gpt/gpt_layer_specs.py:45, used at :222 and :527), and mbridge builds its specs inside
+    ``_get_transformer_layer_spec`` (mbridge/core/llm_bridge.py:149). Remove when Megatron-Core takes the provider as
     an argument.
     """
     if uses_transformer_engine():
         yield
         return
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    replacements = {"TESpecProvider": LocalLayerProvider, "TENorm": RMSNorm}
+    provider = functools.partial(LocalLayerProvider, attention_backend)
+    replacements = {"TESpecProvider": provider, "TENorm": RMSNorm}
     missing = object()
     previous = {name: getattr(gpt_layer_specs, name, missing) for name in replacements}
     for name, value in replacements.items():

@@ -9,10 +9,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 from packaging.version import Version
 
-from psrl.errors import UnsupportedError
+from psrl.errors import PSRLError, UnsupportedError
 from psrl.integrations.megatron.hooks import HookSet
 
 VERL = "0.9.1"
@@ -54,13 +55,11 @@ def _version(package: str) -> str | None:
     remove_when="mbridge copies the map before it changes it",
 )
 def bridge_owns_its_weight_map() -> None:
-    try:
-        from mbridge.core.bridge import Bridge
-    except ImportError:
-        return  # Megatron-Bridge is used instead
+    from mbridge.core.bridge import Bridge
+
     upstream = Bridge.__init__
 
-    def __init__(self: Bridge, *args: object, **kwargs: object) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self._DIRECT_MAPPING = dict(type(self)._DIRECT_MAPPING)
         upstream(self, *args, **kwargs)
 
@@ -74,8 +73,9 @@ _NOISY_WARNINGS = (DeprecationWarning, FutureWarning, UserWarning)
 def quiet_upstream() -> Iterator[None]:
     """Keep upstream prints, log messages below ERROR and warnings off the terminal; psrl's own messages pass.
 
-    If the body raises, what was printed goes to stderr first. Does nothing while the ``psrl`` logger is at DEBUG.
-    Wrap the import of veRL and Megatron-Core as well: both warn on import.
+    If the body raises anything but a psrl error, what was printed goes to stderr first. Does nothing while the
+    ``psrl`` logger is at DEBUG. Reaches log handlers that exist when it begins. Wrap the import of veRL and
+    Megatron-Core as well: both warn on import.
     """
     if logger.isEnabledFor(logging.DEBUG):
         yield
@@ -83,7 +83,7 @@ def quiet_upstream() -> Iterator[None]:
     printed = io.StringIO()
     if not logging.root.handlers:
         logging.basicConfig(format="%(levelname)s: %(message)s")  # or veRL adds a handler of its own on import
-    handlers = list(logging.root.handlers)
+    handlers = _all_handlers()
     try:
         for handler in handlers:
             handler.addFilter(_passes)
@@ -91,12 +91,20 @@ def quiet_upstream() -> Iterator[None]:
             for category in _NOISY_WARNINGS:
                 warnings.simplefilter("ignore", category)
             yield
+    except PSRLError:
+        raise  # says what is wrong by itself
     except BaseException:
         sys.stderr.write(printed.getvalue())
         raise
     finally:
         for handler in handlers:
             handler.removeFilter(_passes)
+
+
+def _all_handlers() -> list[logging.Handler]:
+    """Of the root logger and of those that print by themselves, as torch's and transformers' do."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    return [handler for each in loggers if isinstance(each, logging.Logger) for handler in each.handlers]
 
 
 def _passes(record: logging.LogRecord) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,11 +13,16 @@ from psrl.integrations.megatron.local_spec import layer_specs
 from psrl.integrations.verl import compat, platform
 from psrl.integrations.verl.value_head import allow_missing_head
 
+if TYPE_CHECKING:
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine as _Engine
+else:
+    _Engine = object
 
-class DeviceModeMixin:
-    """Goes before veRL's engine in the bases: ``class Engine(DeviceModeMixin, MegatronEngineWithLMHead)``.
 
-    With CUDA every method is veRL's own. A thread must enter the model only through the engine's methods.
+class DeviceModeMixin(_Engine):
+    """Goes first in the bases: ``class Engine(DeviceModeMixin, ..., MegatronEngineWithLMHead)``.
+
+    With CUDA every method is that of the next base. A thread enters the model through the engine's methods only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +51,7 @@ class DeviceModeMixin:
             allow_missing_head(self.bridge)
 
     def _build_megatron_module(self) -> Any:
-        with layer_specs():
+        with layer_specs(self.engine_config.psrl.attention_backend):
             return super()._build_megatron_module()
 
     def _resolve_override_ddp_config(self) -> dict[str, Any]:
@@ -61,7 +66,7 @@ class DeviceModeMixin:
             output = super().forward_backward_batch(*args, **kwargs)
         if self.param_dtype == torch.float64 and "loss" in output:
             # engine_workers.py:190 sums them with torch.tensor, which makes float32 of Python floats.
-            output["loss"] = [torch.tensor(loss, dtype=torch.float64) for loss in output["loss"]]
+            output["loss"] = [torch.as_tensor(loss, dtype=torch.float64) for loss in output["loss"]]
         return output
 
     def optimizer_zero_grad(self) -> None:

@@ -27,7 +27,7 @@ def full_grads(engine: Any) -> dict[str, torch.Tensor]:
     """
     if not engine.vanilla_bridge:
         raise UnsupportedError("vanilla_mbridge=False: gradients are exported through mbridge only, set it to True")
-    chunks = [_GradientsOf(unwrap_model(chunk)) for chunk in engine.module]
+    chunks = [_GradientsOf(chunk) for chunk in unwrap_model(engine.module)]
     with cpu_device.device_mode(), torch.no_grad():
         return {name: grad.clone() for name, grad in engine.bridge.export_weights(chunks)}
 
@@ -35,7 +35,7 @@ def full_grads(engine: Any) -> dict[str, torch.Tensor]:
 class _GradientsOf:
     """A model chunk as the bridge's export sees it, with gradients in place of parameters."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:

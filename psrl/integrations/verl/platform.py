@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +61,7 @@ class PlatformCPU(PlatformBase):
         return "cpu"
 
     @property
-    def device_module(self) -> SimpleNamespace:
+    def device_module(self) -> Any:
         return _DEVICE_MODULE
 
     def is_available(self) -> bool:
@@ -72,7 +71,7 @@ class PlatformCPU(PlatformBase):
         """False: a process without GPUs may still drive a cluster that has them."""
         return False
 
-    def current_device(self) -> torch.device:
+    def current_device(self) -> Any:
         return cpu_device.CPU
 
     def device_count(self) -> int:
@@ -105,9 +104,8 @@ class PlatformCPU(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
+    def nvtx_range(self, msg: str) -> Any:
+        return contextlib.nullcontext()
 
     def profiler_start(self) -> None:
         """No device profiler."""
@@ -131,7 +129,7 @@ class PlatformCPU(PlatformBase):
 
 @HOOKS.add(
     cause="the platform is a process-wide singleton that is detected on first use, as CUDA where nothing is found",
-    upstream="verl/plugin/platform/platform_manager.py:141 (get_platform)",
+    upstream="verl/plugin/platform/platform_manager.py:140 (get_platform)",
     remove_when="veRL ships a CPU platform",
 )
 def cpu_platform() -> None:
@@ -140,7 +138,7 @@ def cpu_platform() -> None:
 
 @HOOKS.add(
     cause="asks for the backend 'cpu:gloo,<device>:<backend>', which on the CPU names the same device twice",
-    upstream="verl/utils/distributed.py:89 (initialize_global_process_group_ray)",
+    upstream="verl/utils/distributed.py:83 (initialize_global_process_group_ray)",
     remove_when="the default backend of a CPU platform is its communication backend alone",
 )
 def gloo_process_group() -> None:
@@ -153,13 +151,13 @@ def gloo_process_group() -> None:
         upstream(timeout_second=timeout_second, backend=backend or "gloo")
 
     distributed.initialize_global_process_group_ray = initialize
-    engine_workers.initialize_global_process_group_ray = initialize
+    engine_workers.initialize_global_process_group_ray = initialize  # pyright: ignore[reportPrivateImportUsage]
 
 
 @HOOKS.add(
     cause="offloading to the host frees the device's storage, which here is the only one, and reads flat parameter "
     "buffers that exist only with the distributed optimizer",
-    upstream="verl/utils/megatron_utils.py:713-1004, called from workers/engine/megatron/transformer_impl.py",
+    upstream="verl/utils/megatron_utils.py:713-1004, called from verl/workers/engine/megatron/transformer_impl.py:739",
     remove_when="the helpers return at once when source and target device are the same",
 )
 def no_offload() -> None:

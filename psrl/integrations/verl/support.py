@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from psrl.errors import UnsupportedError
 
-MODEL_TYPES = ("qwen2", "qwen3")
+SUPPORTED_MODELS = ("qwen2", "qwen3")
 """``model_type`` of Hugging Face configurations that are tested."""
 
 
@@ -21,11 +21,13 @@ class Refusal(NamedTuple):
 
 def check_model(hf_config: Any) -> None:
     """Raises:
-    UnsupportedError: the architecture is not among ``MODEL_TYPES``, or its weights would be read wrongly.
+    UnsupportedError: the architecture is not among ``SUPPORTED_MODELS``, or its weights would be read wrongly.
     """
     model_type = getattr(hf_config, "model_type", None)
-    if model_type not in MODEL_TYPES:
-        raise UnsupportedError(f"model_type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
+    if model_type not in SUPPORTED_MODELS:
+        raise UnsupportedError(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODELS)}"
+        )
     if model_type == "qwen3" and getattr(hf_config, "attention_bias", False):
         raise UnsupportedError("attention_bias=True: the bridge for qwen3 drops these biases; use a model without")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ HEAD = "lm_head.weight"
 def allow_missing_head(bridge: Any) -> None:
     """Let ``bridge`` load such a checkpoint into a value model, and save the value head with it.
 
-    Cause: mbridge asks for ``lm_head.weight`` and then discards it (mbridge/core/bridge.py:202), so a checkpoint
+    Cause: mbridge asks for ``lm_head.weight`` and then discards it (mbridge/core/bridge.py:207), so a checkpoint
     without it fails; on saving, a tensor that the original index does not list is dropped
-    (mbridge/core/safetensor_io.py:103). Remove when mbridge skips the head of a value model before it loads.
+    (mbridge/core/safetensor_io.py:117). Remove when mbridge skips the head of a value model before it loads.
     """
     bridge._get_safetensor_io = lambda path: _HeadlessIO(bridge._get_actual_hf_path(path))
 
@@ -30,7 +30,7 @@ class _HeadlessIO(SafeTensorIO):
 
     def save_hf_weight(
         self,
-        per_tensor_generator: Iterator[tuple[str, torch.Tensor]],
+        per_tensor_generator: Generator[tuple[str, torch.Tensor], None, None],
         new_hf_dir: str,
         hf_shared_weight_keys: list[str],
     ) -> None:

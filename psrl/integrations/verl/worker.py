@@ -12,13 +12,12 @@ from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
+import psrl.integrations.verl.engine  # noqa: F401  registers the engines
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
-from psrl.integrations.verl import compat, engine, platform
+from psrl.integrations.verl import compat, platform
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.support import check_model
-
-__all__ = ["build_training_worker", "engine", "init_single_process"]
 
 RECOMPUTE: dict[str | None, dict[str, Any]] = {
     None: {},
@@ -51,7 +50,7 @@ def init_single_process() -> None:
         )
     torch.distributed.init_process_group(
         backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=torch.distributed.HashStore(),
+        store=torch.distributed.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
         rank=0,
         world_size=1,
     )

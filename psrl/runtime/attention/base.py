@@ -15,9 +15,7 @@ from psrl.runtime.attention.layout import AttentionLayout
 class AttentionBackend(Protocol):
     """Attention of T queries to S keys under an interval mask, differentiable in q, k and v."""
 
-    def __call__(
-        self, q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float
-    ) -> Tensor:
+    def __call__(self, q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float, /) -> Tensor:
         """[T, N, W]. Inputs are checked, may be strided, and are not changed; a query that sees no key gives 0.
 
         Raises:

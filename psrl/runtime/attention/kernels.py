@@ -122,14 +122,11 @@ def _deterministic_algorithms() -> Iterator[None]:
     """The CUDA backward sums the queries' gradients with atomic adds unless PyTorch's global switch is on."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 KERNELS: dict[str, FlashKernel] = {"cpu": CpuFlashKernel(), "cuda": CudaFlashKernel()}

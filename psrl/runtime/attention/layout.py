@@ -55,7 +55,7 @@ class AttentionLayout:
             last_S=last,
             num_queries=num_queries,
             visible_pairs=int((end - begin).sum()),
-            is_constant=_most_keys(begin, end) <= 1,
+            is_constant=_most_keys(begin, end, num_queries) <= 1,
             tiles=tiles,
             unset_queries=unset_queries,
             unset_keys=unset_keys,
@@ -105,11 +105,10 @@ class AttentionLayout:
         return not all(tile.is_new_q for tile in self.tiles)
 
 
-def _most_keys(begin_V: IntArray, end_V: IntArray) -> int:
+def _most_keys(begin_V: IntArray, end_V: IntArray, num_queries: int) -> int:
     """Most keys that one query sees."""
-    changes = np.bincount(begin_V) if len(begin_V) else np.zeros(1, dtype=np.int64)
-    changes = np.r_[changes, np.zeros(int(end_V.max(initial=0)) + 1 - len(changes), dtype=np.int64)]
-    return int(np.cumsum(changes - np.bincount(end_V, minlength=len(changes))).max())
+    starting, ending = (np.bincount(x, minlength=num_queries + 1) for x in (begin_V, end_V))
+    return int(np.cumsum(starting - ending).max())
 
 
 def _checked(first_S: ArrayLike, last_S: ArrayLike, num_queries: int) -> tuple[IntArray, IntArray]:

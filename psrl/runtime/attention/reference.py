@@ -11,9 +11,7 @@ from torch import Tensor
 from psrl.runtime.attention.layout import AttentionLayout
 
 
-def reference_attention(
-    q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float
-) -> Tensor:
+def reference_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
     """[T, N, W] by plain autograd, for any float dtype; bfloat16 and float16 are computed in float32."""
     dtype = q_TNH.dtype if q_TNH.dtype == torch.float64 else torch.float32
     q_TKRH = q_TNH.to(dtype).unflatten(1, (k_SKH.shape[1], -1))

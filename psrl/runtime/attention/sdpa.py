@@ -59,11 +59,13 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out_TNH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator loses parameter names
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q_TNH, k_SKH, v_SKH, out_TNH, lse, *extra = ctx.saved_tensors
         dtype = _compute_dtype(q_TNH.dtype, ctx.layout, ctx.kernel)
-        inputs = [_heads_first(x, dtype) for x in (grad_out_TNH, q_TNH, k_SKH, v_SKH, out_TNH)]
-        grads = _backward_tiles(*inputs, lse, ctx.layout, ctx.scale, ctx.kernel, tuple(extra))
+        grad_out, q, k, v, out = (_heads_first(x, dtype) for x in (*grad_outputs, q_TNH, k_SKH, v_SKH, out_TNH))
+        grads = _backward_tiles(grad_out, q, k, v, out, lse, ctx.layout, ctx.scale, ctx.kernel, tuple(extra))
         if ctx.layout.is_constant:
             # Exactly zero, where the kernels leave rounding noise.
             grads = [grads[0].zero_(), grads[1].zero_(), grads[2]]

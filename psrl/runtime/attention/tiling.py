@@ -29,6 +29,7 @@ from psrl.types import IntArray
 
 Range = tuple[int, int]
 
+
 class Triangle(NamedTuple):
     q_start: int
     k_start: int
@@ -79,10 +80,12 @@ def cut_triangles(keys_V: IntArray, begin_V: IntArray, end_V: IntArray) -> tuple
     stops = np.r_[starts[1:], len(keys_V)]
     is_cut_short = np.minimum.reduceat(end_V, starts) <= begin_V[stops - 1]
     if is_cut_short.any():  # intervals that do not nest; a tree has none
-        starts = np.concatenate([
-            _split_run(begin_V, end_V, start, stop) if short else [start]
-            for start, stop, short in zip(starts.tolist(), stops.tolist(), is_cut_short.tolist(), strict=True)
-        ]).astype(np.int64)
+        starts = np.concatenate(
+            [
+                _split_run(begin_V, end_V, start, stop) if short else [start]
+                for start, stop, short in zip(starts.tolist(), stops.tolist(), is_cut_short.tolist(), strict=True)
+            ]
+        ).astype(np.int64)
         stops = np.r_[starts[1:], len(keys_V)]
 
     # A key alone is a triangle (a leaf) only if it sees one query and its neighbours do not see that one alone too.

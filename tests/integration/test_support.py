@@ -1,0 +1,105 @@
+"""Options that rule out prefix sharing are refused by name."""
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from verl.workers.config import MtpConfig, QATEngineConfig
+from verl.workers.config.engine import EngineRouterReplayConfig
+
+from psrl.errors import UnsupportedError
+from psrl.integrations.verl.engine_config import PSRLEngineConfig
+from psrl.integrations.verl.support import check_model, check_supported
+
+
+def transformer(**options) -> TransformerConfig:
+    defaults = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    return TransformerConfig(**{**defaults, "hidden_dropout": 0.0, "attention_dropout": 0.0, **options})
+
+
+def engine(**options) -> PSRLEngineConfig:
+    return PSRLEngineConfig(dtype="float32", **options)
+
+
+def model(hf_config=None, mtp: bool = False, **options) -> SimpleNamespace:
+    defaults = {"lora_rank": 0, "lora": {}}
+    return SimpleNamespace(hf_config=hf_config or Qwen2Config(), mtp=MtpConfig(enable=mtp), **{**defaults, **options})
+
+
+def test_a_plain_dense_model_is_supported():
+    check_supported(transformer(), engine(), model())
+    check_supported(transformer(qk_layernorm=True), engine(), model(Qwen3Config()))
+    check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
+
+
+def changed(config, **values):
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("option", "tf_config"),
+    [
+        ("hidden_dropout=0.1", {"hidden_dropout": 0.1}),
+        ("attention_dropout=0.2", {"attention_dropout": 0.2}),
+        ("num_moe_experts=4", {"num_moe_experts": 4}),
+        ("mtp_num_layers=1", {"mtp_num_layers": 1}),
+        ("fp8='e4m3'", {"fp8": "e4m3"}),
+        ("window_size=(8, 0)", {"window_size": (8, 0)}),
+        ("apply_rope_fusion=True", {"apply_rope_fusion": True}),
+        ("multi_latent_attention=True", {"multi_latent_attention": True}),
+        ("softmax_type='learnable'", {"softmax_type": "learnable"}),
+    ],
+)
+def test_transformer_options(option: str, tf_config: dict):
+    with pytest.raises(UnsupportedError) as error:
+        check_supported(changed(transformer(), **tf_config), engine(), model())
+    assert f"override_transformer_config.{option}" in str(error.value)
+    assert "psrl.enable=false" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "config"),
+    [
+        ("tensor_model_parallel_size=2", engine(tensor_model_parallel_size=2)),
+        ("pipeline_model_parallel_size=2", engine(pipeline_model_parallel_size=2)),
+        ("context_parallel_size=2", engine(context_parallel_size=2)),
+        ("use_remove_padding=False", engine(use_remove_padding=False)),
+        ("use_fused_kernels=True", engine(use_fused_kernels=True)),
+        ("dynamic_context_parallel=True", engine(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)),
+        ("use_megatron_fsdp=True", engine(use_megatron_fsdp=True)),
+        ("pad_to_length=True", engine(pad_to_length=True)),
+        ("router_replay.mode='R2'", engine(router_replay=EngineRouterReplayConfig(mode="R2"))),
+        ("qat.enable=True", engine(qat=QATEngineConfig(enable=True))),
+    ],
+)
+def test_engine_options(option: str, config: PSRLEngineConfig):
+    with pytest.raises(UnsupportedError, match=option):
+        check_supported(transformer(), config, model())
+
+
+@pytest.mark.parametrize(
+    ("option", "config"),
+    [
+        ("model.attention_dropout=0.1", model(Qwen2Config(attention_dropout=0.1))),
+        ("model.use_sliding_window", model(Qwen2Config(use_sliding_window=True, sliding_window=8))),
+        (
+            "model.rope_parameters",
+            model(Qwen3Config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})),
+        ),
+        ("model.mtp.enable=True", model(mtp=True)),
+        ("model.lora_rank=8", model(lora_rank=8)),
+        ("model_type 'llama'", model(LlamaConfig())),
+    ],
+)
+def test_model_options(option: str, config: SimpleNamespace):
+    with pytest.raises(UnsupportedError, match=option):
+        check_supported(transformer(), engine(), config)
+
+
+def test_a_model_whose_biases_the_bridge_drops_is_refused():
+    check_model(Qwen3Config())
+    with pytest.raises(UnsupportedError, match="attention_bias=True"):
+        check_model(Qwen3Config(attention_bias=True))
