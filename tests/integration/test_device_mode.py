@@ -100,7 +100,7 @@ def test_rms_norm_computes_in_float32_or_wider(dtype: torch.dtype):
 
 def test_what_only_transformer_engine_has_is_refused():
     options = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "normalization": "RMSNorm"}
-    with pytest.raises(UnsupportedError, match="attention_dropout=0.1"):
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0\.1"):
         PackedCoreAttention(TransformerConfig(**options, attention_dropout=0.1), 1)
     attention = PackedCoreAttention(TransformerConfig(**options, attention_dropout=0.0), 1)
     with pytest.raises(UnsupportedError, match="use_remove_padding=False"):

@@ -215,6 +215,14 @@ def test_kernel_calls(monkeypatch):
     assert counting.calls == [("forward", *x) for x in shapes] + [("backward", *x) for x in shapes]
 
 
+def test_heads_are_repeated_for_kernels_that_cannot_group_them(monkeypatch):
+    """Before torch 2.13 the CPU kernel needs as many key/value heads as query heads."""
+    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.CpuFlashKernel(takes_grouped_heads=False))
+    first, last = fan(5, [3, 4])
+    inputs, grad = random_inputs(len(first), len(first), num_heads=4, num_kv_heads=2)
+    assert_matches_oracle(inputs, grad, first, last, "sdpa")
+
+
 def test_half_precision_loses_no_more_than_one_unshared_call():
     layout = AttentionLayout.build(*fan(200, [40, 90, 60, 75]), 465)
     inputs, grad = random_inputs(465, 465, num_heads=8, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16)

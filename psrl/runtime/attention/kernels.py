@@ -2,7 +2,7 @@
 
 Tensors are ``[batch, heads, tokens, head dim]`` views and may be strided; the last dimension is dense. Log-sum-exp is
 natural, of the scaled scores, ``[batch, heads, tokens]`` in float32 (float64 for float64). Both kernels take fewer
-key/value heads than query heads as they are.
+key/value heads than query heads as they are, except the CPU's before torch 2.13, which gets repeated heads.
 """
 
 from __future__ import annotations
@@ -56,9 +56,18 @@ class CpuFlashKernel:
     # The kernel is as fast in float32, and sums gradients in the tensors' own dtype.
     widens_half = True
 
+    def __init__(self, takes_grouped_heads: bool | None = None) -> None:
+        """
+        Args:
+            takes_grouped_heads: whether the kernel reads fewer key/value heads; None: by torch's version.
+        """
+        version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+        self._takes_grouped_heads = version >= (2, 13) if takes_grouped_heads is None else takes_grouped_heads
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        k, v = (self._repeat_heads(x, q.shape[1]) for x in (k, v))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse, ()
 
@@ -74,9 +83,18 @@ class CpuFlashKernel:
         scale: float,
         extra: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        num_kv_heads = k.shape[1]
+        k, v = (self._repeat_heads(x, q.shape[1]) for x in (k, v))
+        grad_q, grad_k, grad_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad_out, q, k, v, out, lse, 0.0, is_causal, scale=scale
         )
+        if grad_k.shape[1] != num_kv_heads:
+            grad_k, grad_v = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v
+
+    def _repeat_heads(self, x: Tensor, num_heads: int) -> Tensor:
+        repeats = num_heads // x.shape[1]
+        return x if repeats == 1 or self._takes_grouped_heads else x.repeat_interleave(repeats, dim=1)
 
 
 class CudaFlashKernel:
