@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike
 
 from psrl.data.chat import ChatConverter
-from psrl.data.rows import read_rows
+from psrl.data.rows import Row, read_rows
 from psrl.data.samples import ReplaySample, parse_sample
 from psrl.data.tokenizer import ChatTokenizer
 from psrl.errors import InputError
@@ -45,10 +47,8 @@ def load_samples(
     silent: list[str] = []
     converter: ChatConverter | None = None
     num_rows = 0
-    for path in paths:
-        for row in read_rows(path):
-            if limit is not None and num_rows >= limit:
-                return _loaded(samples, num_rows, silent, paths)
+    with contextlib.closing(_rows_of_all(paths)) as rows:
+        for row in islice(rows, limit):
             num_rows += 1
             if "input_ids" in row.values:
                 samples.append(parse_sample(row))
@@ -60,14 +60,14 @@ def load_samples(
                     silent.append(row.where)
             else:
                 raise InputError(f"{row.where}: the row has neither input_ids (a token sample) nor messages (a chat)")
-    return _loaded(samples, num_rows, silent, paths)
-
-
-def _loaded(
-    samples: list[ReplaySample], num_rows: int, silent: list[str], paths: Sequence[str | PathLike[str]]
-) -> LoadedSamples:
     if not samples:
         names = ", ".join(map(str, paths))
         reason = f"none of the {num_rows} rows has an assistant message" if num_rows else "no rows in the file"
         raise InputError(f"{names}: no samples: {reason}")
     return LoadedSamples(tuple(samples), num_rows, tuple(silent))
+
+
+def _rows_of_all(paths: Sequence[str | PathLike[str]]) -> Generator[Row, None, None]:
+    for path in paths:
+        with contextlib.closing(read_rows(path)) as rows:
+            yield from rows

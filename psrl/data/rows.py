@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from psrl.errors import InputError
 
@@ -24,7 +23,7 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-def read_rows(path: str | PathLike[str]) -> Iterator[Row]:
+def read_rows(path: str | PathLike[str]) -> Generator[Row, None, None]:
     """Yield the JSON objects of a file in order; blank lines are no rows. Compression is told by content.
 
     Raises:
@@ -43,10 +42,10 @@ def read_rows(path: str | PathLike[str]) -> Iterator[Row]:
         raise InputError(f"{path}: cannot read the file: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> BinaryIO:
-    raw = path.open("rb")
-    compressed = raw.peek(2)[:2] == _GZIP_MAGIC or path.suffix == ".gz"
-    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if compressed else raw  # type: ignore[arg-type]
+def _open(path: Path) -> IO[bytes]:
+    with path.open("rb") as stream:
+        compressed = stream.read(2) == _GZIP_MAGIC
+    return gzip.open(path, "rb") if compressed or path.suffix == ".gz" else path.open("rb")
 
 
 def _parse(line: bytes, where: str) -> Row:

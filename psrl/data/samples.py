@@ -5,7 +5,6 @@ Shape legend: N tokens of the sample, M targets.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from psrl.types import BoolArray, FloatArray, IntArray
 
 MAX_ID = (1 << 31) - 1
 """Largest token id or position: they are packed into one 63-bit key in the prefix tree."""
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ def _floats(where: str, key: str, items: list[Any], num_targets: int) -> FloatAr
 def _float(where: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{where}: {name} must be a number, got {_show(value)}")
-    if not abs(value) <= np.finfo(np.float32).max:  # also false for NaN
-        kind = "NaN" if math.isnan(value) else _show(value)
+    if not abs(value) <= _FLOAT32_MAX:  # not for NaN either
+        kind = "NaN" if value != value else _show(value)
         raise InputError(f"{where}: {name} must be a finite float32 number, got {kind}")
     return float(value)
 

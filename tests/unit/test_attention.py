@@ -192,6 +192,7 @@ class CountingKernel(kernels.CpuFlashKernel):
     """Notes (pass, batch, queries, keys, is_causal, key/value heads) of every call."""
 
     def __init__(self):
+        super().__init__()
         self.calls = []
 
     def forward(self, q, k, v, is_causal, scale):

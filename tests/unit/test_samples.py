@@ -57,7 +57,7 @@ def test_one_number_is_every_targets_advantage():
 
 
 def test_null_is_as_good_as_absent():
-    absent = {key: None for key in ("uid", "session", "index", "position_ids", "advantage", "old_log_probs")}
+    absent = dict.fromkeys(("uid", "session", "index", "position_ids", "advantage", "old_log_probs"))
     assert parse(**absent).advantages_M.tolist() == [1.0, 1.0]
 
 
@@ -153,7 +153,7 @@ def test_limit_counts_rows_over_all_files_and_leaves_later_ones_unread(tmp_path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"input_ids": [1, 2', "broken JSON row: Expecting ',' delimiter (column 20)"),
+        ('{"input_ids": [1, 2', "broken JSON row: Expecting ',' delimiter (column 21)"),
         ("[1, 2]", "a row must be a JSON object, got list"),
         ("null", "a row must be a JSON object, got NoneType"),
         ("[" * 100_000, "broken JSON row"),
