@@ -50,7 +50,7 @@ def _open(path: Path) -> IO[bytes]:
 
 def _parse(line: bytes, where: str) -> Row:
     try:
-        values = json.loads(line.decode("utf-8"))
+        values = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text (byte {error.start})") from error
     except json.JSONDecodeError as error:

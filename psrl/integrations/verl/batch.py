@@ -131,5 +131,6 @@ def _temperatures(data: TensorDict, num_samples: int) -> FloatArray:
     temperature = data.get("temperature", None)
     if temperature is None:
         return np.ones(num_samples)
-    values = torch.as_tensor(tu.unwrap_non_tensor_data(temperature), dtype=torch.float64).cpu().numpy()
+    # Upstream rounds temperatures to float32 (transformer_impl.py, forward_step).
+    values = torch.as_tensor(tu.unwrap_non_tensor_data(temperature), dtype=torch.float32).double().cpu().numpy()
     return np.broadcast_to(values.reshape(-1), (num_samples,)).copy()

@@ -50,7 +50,7 @@ class PrefixSharingMixin:
     def _build_megatron_module(self) -> Any:
         if not self.psrl_config.enable:
             return super()._build_megatron_module()
-        check_supported(self.tf_config, self.engine_config, self.model_config)
+        check_supported(self.tf_config or self.provider, self.engine_config, self.model_config)
         self._share_prefixes_in_bridge()
         module = super()._build_megatron_module()
         chunks = [unwrap_model(chunk) for chunk in module]
