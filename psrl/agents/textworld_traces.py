@@ -224,6 +224,8 @@ def generate(
     num_branches: int = 6,
     epsilon: float = 0.5,
     max_turns: int = 16,
+    num_objects: int = 10,
+    quest_length: int = 6,
     seed: int = 100,
 ) -> tuple[Path, Path]:
     """Make the games, play them and write both files into ``out``.
@@ -235,7 +237,7 @@ def generate(
     trees: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(num_tasks):
-            spec = GameSpec(seed=seed + number)
+            spec = GameSpec(seed=seed + number, num_objects=num_objects, quest_length=quest_length)
             with TextWorldPlayer(make_game(spec, Path(folder)), max_turns) as player:
                 steps += step_rows(player, spec.task, num_trials, epsilon, seed)
                 trees += tree_rows(player, spec.task, num_branches, epsilon, seed)
@@ -258,9 +260,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--branches", type=int, default=6, help="branches of a game's tree (default 6)")
     parser.add_argument("--epsilon", type=float, default=0.5, help="probability of a random action (default 0.5)")
     parser.add_argument("--max-turns", type=int, default=16, help="actions of an episode at most (default 16)")
+    parser.add_argument("--objects", type=int, default=10, help="things in a game: they lengthen texts (default 10)")
+    parser.add_argument("--quest-length", type=int, default=6, help="actions of the shortest win (default 6)")
     parser.add_argument("--seed", type=int, default=100, help="number of the first game (default 100)")
     options = parser.parse_args(argv)
-    for name in ("tasks", "trials", "max_turns"):
+    for name in ("tasks", "trials", "max_turns", "objects", "quest_length"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.branches < 0 or not 0 <= options.epsilon <= 1:
@@ -272,6 +276,8 @@ def main(argv: list[str] | None = None) -> None:
         num_branches=options.branches,
         epsilon=options.epsilon,
         max_turns=options.max_turns,
+        num_objects=options.objects,
+        quest_length=options.quest_length,
         seed=options.seed,
     )
     for file in files:

@@ -74,8 +74,9 @@ def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[Replay
         rows = loaded.rows_without_samples
         progress.note(f"{len(rows)} chat rows have no assistant message and give no sample, the first is {rows[0]}")
     samples = loaded.samples
+    _check_mini_batches(samples, options.mini_batch)
     if options.sharing != "on":
-        _check_unshared(samples, options)
+        _check_positions(samples, options.sharing)
     return samples
 
 
@@ -85,20 +86,24 @@ def _tokenizer_source(options: ReplayOptions) -> str | None:
     return options.model if options.tokenizer is None and models_own else options.tokenizer
 
 
-def _check_unshared(samples: Sequence[ReplaySample], options: ReplayOptions) -> None:
-    """veRL's packed path counts positions itself, and divides by the number of targets of the mini-batch."""
+def _check_mini_batches(samples: Sequence[ReplaySample], mini_batch: int | None) -> None:
+    """veRL's losses divide by the number of targets of the mini-batch."""
+    size = mini_batch or len(samples)
+    for start in range(0, len(samples), size):
+        chosen = samples[start : start + size]
+        if not any(sample.num_targets for sample in chosen):
+            raise InputError(
+                f"{chosen[0].where}: the mini-batch of {len(chosen)} samples that begins here has no target (token "
+                "with loss_mask 1), so it has no loss; use a larger --mini-batch or other samples"
+            )
+
+
+def _check_positions(samples: Sequence[ReplaySample], sharing: str) -> None:
     for sample in samples:
         if not sample.has_default_positions:
             raise InputError(
                 f"{sample.where}: position_ids are not 0, 1, 2, ...: veRL's packed sequences ignore them, so this "
-                f"sample runs only with --sharing on (got --sharing {options.sharing})"
-            )
-    size = options.mini_batch or len(samples)
-    for start in range(0, len(samples), size):
-        if not any(sample.num_targets for sample in samples[start : start + size]):
-            raise InputError(
-                f"{samples[start].where}: the mini-batch that begins here has no target (loss_mask 1): veRL's loss "
-                f"would be 0/0; use --sharing on or a larger --mini-batch"
+                f"sample runs only with --sharing on (got --sharing {sharing})"
             )
 
 

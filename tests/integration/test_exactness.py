@@ -266,6 +266,13 @@ def test_a_coupled_loss_is_noticed(worker):
     check_equal(a, b)
 
 
+def test_no_target_at_all(worker):
+    rows = [Row([5, 6, 7], [0, 0, 0]), Row([5, 6], [0, 0])]
+    for budget in (1, 1000):
+        outcome = run_update(worker(), rows, ppo_loss_fn(), max_tokens=budget)
+        assert outcome.loss == 0.0 and all(not grad.any() for grad in outcome.grads.values())
+
+
 def test_runs_are_bit_identical(worker):
     rows, loss_fn = tree_rows() + step_rows(), ppo_loss_fn()
     a, b = (run_update(worker(dtype="float32"), rows, loss_fn, max_tokens=5, dtype=torch.float32) for _ in range(2))

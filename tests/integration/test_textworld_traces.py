@@ -86,7 +86,9 @@ def test_the_same_options_give_the_same_bytes(tmp_path: Path):
     options = ["--tasks", "1", "--trials", "1", "--branches", "1"]
     for seed in ("1", "2"):
         command = [sys.executable, "-m", "psrl.agents.textworld_traces", "--out", str(tmp_path / seed), *options]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=Path(__file__).resolve().parents[2])
+        subprocess.run(
+            command, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=Path(__file__).resolve().parents[2]
+        )
     for name in ("textworld_step.jsonl.gz", "textworld_tree.jsonl.gz"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "1").iterdir()) == [
@@ -95,7 +97,10 @@ def test_the_same_options_give_the_same_bytes(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("option", ["--tasks=0", "--trials=0", "--max-turns=0", "--branches=-1", "--epsilon=1.5"])
+@pytest.mark.parametrize(
+    "option",
+    ["--tasks=0", "--trials=0", "--max-turns=0", "--objects=0", "--quest-length=0", "--branches=-1", "--epsilon=1.5"],
+)
 def test_refuses_options_out_of_range(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(["--out", str(tmp_path), option])

@@ -153,7 +153,7 @@ def test_limit_counts_rows_over_all_files_and_leaves_later_ones_unread(tmp_path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"input_ids": [1, 2', "broken JSON row: Expecting ',' delimiter (column 21)"),
+        ('{"input_ids": [1, 2', "broken JSON row: Expecting ',' delimiter (column 20)"),
         ("[1, 2]", "a row must be a JSON object, got list"),
         ("null", "a row must be a JSON object, got NoneType"),
         ("[" * 100_000, "broken JSON row"),

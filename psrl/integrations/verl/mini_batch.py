@@ -62,7 +62,10 @@ class MiniBatchRun:
         return self._output(ledger, float(loss))
 
     def update(self) -> dict[str, Any]:
-        """Outputs, loss and metrics of all samples; adds the loss's gradients to the parameters."""
+        """Outputs, loss and metrics of all samples; adds the loss's gradients to the parameters.
+
+        A mini-batch without any target has loss 0 and zero gradients; upstream divides 0 by 0.
+        """
         assert self._loss_function is not None
         scope = resolve_loss_scope(self._engine.psrl_config.loss_scope, self._loss_function, self._rows.data)
         if scope == "mini_batch":
@@ -84,7 +87,8 @@ class MiniBatchRun:
 
         self._run(plan, on_edges)
         loss = 0.0
-        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        has_targets = tu.get_non_tensor_data(self._rows.data, key="batch_num_tokens", default=0) > 0
+        if has_targets and mpu.is_pipeline_last_stage(ignore_virtual=True):
             # Once more on the whole mini-batch: metrics that do not depend on the plan, and proof that the loss is a
             # sum over samples.
             with torch.no_grad():
