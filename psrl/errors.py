@@ -31,3 +31,7 @@ class MemoryBudgetError(PSRLError, MemoryError):
 
 class LossError(PSRLError, ValueError):
     """A loss function behaves in a way that its declared scope does not allow."""
+
+
+class RolloutError(PSRLError, RuntimeError):
+    """The rollout cannot generate: no weights, weights that do not fit the model, or logits that are not finite."""

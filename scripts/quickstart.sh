@@ -16,7 +16,8 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=disabled
 cd "$repo"
 if [[ ! -f traces/textworld_step.jsonl.gz || ! -f traces/textworld_tree.jsonl.gz ]]; then
     echo "quickstart: playing TextWorld games into traces/" >&2
-    "$venv/bin/python" -m psrl.agents.textworld_traces --out traces --tasks 2 --trials 4 --branches 3
+    "$venv/bin/python" -m psrl.agents.textworld_traces --out traces --tasks 2 --trials 3 --branches 2 --objects 2 \
+        --quest-length 3 --max-turns 6
 fi
 
 for trace in step tree; do

@@ -17,17 +17,13 @@ import gzip
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import textworld
-from textworld.generator import compile_game
-from textworld.generator import make_game as sample_game
+from psrl.agents.games import GameSpec, TurnState, commands_line, game_text, make_game, read_state, start_game
 
 SYSTEM_PROMPT = (
     "You play a text game. Reply with one short thought and then exactly one command on a line that starts with "
@@ -38,35 +34,8 @@ POLICY_NAME = "textworld oracle, random action with probability {epsilon:g}"
 Message = dict[str, str]
 
 
-class TurnState(NamedTuple):
-    """What an agent and the oracle know before an action."""
-
-    text: str
-    """The game's answer to the last action, as it printed it."""
-    objective: str
-    commands: list[str]
-    """Commands that the game accepts now."""
-    oracle_commands: list[str]
-    """The rest of a winning play."""
-    won: bool
-
-
 Policy = Callable[[TurnState, Collection[str]], str]
 """(state, commands it must not choose) -> command."""
-
-
-@dataclass(frozen=True, slots=True)
-class GameSpec:
-    """What decides a game, together with TextWorld's version."""
-
-    seed: int
-    num_rooms: int = 4
-    num_objects: int = 10
-    quest_length: int = 6
-
-    @property
-    def task(self) -> str:
-        return f"textworld-{self.seed}"
 
 
 class Episode(NamedTuple):
@@ -74,17 +43,6 @@ class Episode(NamedTuple):
     actions: list[str]
     reward: float
     """1 if the quest was completed, else 0."""
-
-
-def make_game(spec: GameSpec, folder: Path) -> Path:
-    """Generate and compile a game into ``folder``; returns the game file. Takes about a second."""
-    options = textworld.GameOptions()
-    options.seeds = spec.seed
-    options.nb_rooms = spec.num_rooms
-    options.nb_objects = spec.num_objects
-    options.quest_length = spec.quest_length
-    options.path = str(folder / f"{spec.task}.z8")
-    return Path(compile_game(sample_game(options), options))
 
 
 def oracle_with_errors(rng: random.Random, epsilon: float) -> Policy:
@@ -102,25 +60,14 @@ def oracle_with_errors(rng: random.Random, epsilon: float) -> Policy:
 
 def observation(state: TurnState, *, first: bool = False) -> str:
     """The game's text without title banner, prompt and status line, and the commands it would accept."""
-    text = state.text[state.text.index(state.objective) :] if first else state.text
-    text = re.sub(r"\n> +-= .*$", "", text)
-    lines = [line.strip() for line in text.splitlines()]
-    return "\n".join([line for line in lines if line] + [f"Commands: [{', '.join(state.commands)}]"])
-
-
-def read_state(state: Any) -> TurnState:
-    """Our record of a ``textworld.GameState``."""
-    return TurnState(state.feedback, state.objective, state.admissible_commands, state.policy_commands, state.won)
+    return "\n".join([game_text(state, first=first), commands_line(state.commands)])
 
 
 class TextWorldPlayer:
     """Plays episodes of one game. ``close`` it, or use it as a context manager."""
 
     def __init__(self, game_file: Path, max_turns: int):
-        infos = textworld.EnvInfos(
-            feedback=True, objective=True, admissible_commands=True, policy_commands=True, won=True
-        )
-        self.env = textworld.start(str(game_file), infos)
+        self.env = start_game(game_file)
         self.max_turns = max_turns
 
     def __enter__(self) -> TextWorldPlayer:

@@ -74,9 +74,9 @@ def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[Replay
         rows = loaded.rows_without_samples
         progress.note(f"{len(rows)} chat rows have no assistant message and give no sample, the first is {rows[0]}")
     samples = loaded.samples
-    _check_mini_batches(samples, options.mini_batch)
     if options.sharing != "on":
         _check_positions(samples, options.sharing)
+        _check_mini_batches(samples, options.mini_batch)
     return samples
 
 
@@ -87,14 +87,14 @@ def _tokenizer_source(options: ReplayOptions) -> str | None:
 
 
 def _check_mini_batches(samples: Sequence[ReplaySample], mini_batch: int | None) -> None:
-    """veRL's losses divide by the number of targets of the mini-batch."""
+    """Without sharing, a mini-batch without target is 0/0 in veRL's losses; with it, its gradient is zero."""
     size = mini_batch or len(samples)
     for start in range(0, len(samples), size):
         chosen = samples[start : start + size]
         if not any(sample.num_targets for sample in chosen):
             raise InputError(
                 f"{chosen[0].where}: the mini-batch of {len(chosen)} samples that begins here has no target (token "
-                "with loss_mask 1), so it has no loss; use a larger --mini-batch or other samples"
+                "with loss_mask 1), which veRL's loss divides by; use --sharing on or a larger --mini-batch"
             )
 
 

@@ -31,6 +31,7 @@ class Progress:
             TextColumn("{task.fields[micro_batch]}"),
             console=self.console,
             transient=True,
+            redirect_stdout=False,
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task("", total=total, micro_batch="")

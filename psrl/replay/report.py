@@ -145,11 +145,11 @@ def _figures(record: Mapping[str, Any]) -> Table:
 
 
 def _phases(record: Mapping[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("phase")
+    table = _table()
+    table.add_column("phase", no_wrap=True)
     columns = ("shared s", "tokens/s", "unshared s", "tokens/s", "speed-up", "ideal", "planning")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for phase in PHASES:
         values = record[phase]
         table.add_row(
@@ -166,13 +166,20 @@ def _phases(record: Mapping[str, Any]) -> Table:
 
 
 def _comparison(differences: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("shared against unshared", "worst relative difference", "at", "limit", ""):
-        table.add_column(name)
+    table = _table()
+    table.add_column("shared - unshared", no_wrap=True)
+    table.add_column("worst", no_wrap=True)  # relative to the largest value
+    table.add_column("limit", no_wrap=True)
+    table.add_column("")
+    table.add_column("at", overflow="fold")
     for d in differences:
         limit = _float(d["tolerance"], "{:.0e}")
-        table.add_row(d["quantity"], f"{d['worst']:.2e}", d["where"], limit, "" if d["within"] else "TOO LARGE")
+        table.add_row(d["quantity"], f"{d['worst']:.1e}", limit, "" if d["within"] else "TOO LARGE", d["where"])
     return table
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
 
 
 def _count(value: int | None) -> str:

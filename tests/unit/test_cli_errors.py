@@ -119,11 +119,11 @@ def test_positions_need_sharing(tmp_path: Path):
         assert error_of(path, "--sharing", sharing).startswith(f"{path}:2: position_ids are not 0, 1, 2, ...")
 
 
-def test_mini_batch_without_target(tmp_path: Path):
+def test_mini_batch_without_target_needs_sharing(tmp_path: Path):
     path = write(tmp_path / "s.jsonl", GOOD, {**GOOD, "loss_mask": [0, 0, 0, 0]})
-    message = error_of(path, "--mini-batch", 1)
-    assert message.startswith(f"{path}:2: the mini-batch of 1 samples that begins here has no target")
-    assert error_of(path, "--limit", 2, "--mini-batch", 1) == message
+    for sharing in ("off", "both"):
+        message = error_of(path, "--sharing", sharing, "--mini-batch", 1)
+        assert message.startswith(f"{path}:2: the mini-batch of 1 samples that begins here has no target")
 
 
 # ----------------------------------------------------------------------------------------------------------- options

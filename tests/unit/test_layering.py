@@ -1,7 +1,7 @@
 """Imports go one way: core <- cache, data <- runtime <- integrations <- agents, rollout, replay <- cli.
 
-The modules directly in psrl/ are the core, itself ordered types, cost <- tree <- grouping <- planning: NumPy and the standard
-library only. Packages of one layer do not import each other.
+The modules directly in psrl/ are the core, itself ordered types, cost <- tree <- grouping <- planning: NumPy and the
+standard library only. Packages of one layer do not import each other.
 """
 
 import ast
