@@ -6,7 +6,7 @@
 # Settings, all optional:
 #   PSRL_PYTHON       base interpreter (default: the first usable of python3.11, python3.12, python3.10, python3)
 #   PSRL_TORCH        requirement for torch (default: torch==2.13.0)
-#   PSRL_EXTRAS       extras of pyproject.toml (default: dev,textworld,tokenizers)
+#   PSRL_EXTRAS       extras of pyproject.toml (default: dev,textworld,tokenizers,search)
 #   PSRL_CONSTRAINTS  constraints file (default: constraints-cpu.txt; empty for none)
 #
 # On a GPU machine, for example:
@@ -96,7 +96,7 @@ repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 [[ $# -le 1 && "${1:-}" != -* ]] || die "usage: scripts/setup.sh [VENV] (the settings are at the top of the script)"
 venv="${1:-$repo/.venv}"
 torch="${PSRL_TORCH:-$DEFAULT_TORCH}"
-extras="${PSRL_EXTRAS-dev,textworld,tokenizers}"
+extras="${PSRL_EXTRAS-dev,textworld,tokenizers,search}"
 constraints="${PSRL_CONSTRAINTS-$repo/constraints-cpu.txt}"
 [[ -z "$constraints" || -f "$constraints" ]] || die "no constraints file $constraints"
 
