@@ -178,7 +178,7 @@ def _split_edges(edges: Edges, owner_U: IntArray, index_U: IntArray, num: int) -
     owner_E, index_E = owner_U[edges.source_E], index_U[edges.source_E]
     order = np.lexsort((edges.temperature_E, index_E, owner_E))
     bounds = np.searchsorted(owner_E[order], np.arange(num + 1))
-    out = []
+    out: list[dict[str, np.ndarray]] = []
     for m in range(num):
         chosen = order[bounds[m] : bounds[m + 1]]
         token, temperature = index_E[chosen], edges.temperature_E[chosen]

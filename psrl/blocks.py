@@ -29,8 +29,8 @@ class BlockLedger:
     blocks: Sequence[KVBlock]
     micro_batches: Sequence[MicroBatch]
     ref_counts: list[int] = field(init=False)
-    live_kv: set[int] = field(init=False, default_factory=set)
-    live_grads: set[int] = field(init=False, default_factory=set)
+    live_kv: set[int] = field(init=False, default_factory=set[int])
+    live_grads: set[int] = field(init=False, default_factory=set[int])
 
     def __post_init__(self) -> None:
         self.ref_counts = [block.ref_count for block in self.blocks]
@@ -56,7 +56,7 @@ class BlockLedger:
     def end(self, micro_batch: int, *, backward: bool) -> Freed:
         """A micro-batch is done with its path (and, after a backward, with its own accumulators)."""
         mb = self.micro_batches[micro_batch]
-        dead = []
+        dead: list[int] = []
         for block in mb.path_blocks:
             if self.ref_counts[block] <= 0 or block not in self.live_kv:
                 raise PlanError(f"micro-batch {micro_batch} reads KV block {block}, which is not live")

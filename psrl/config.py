@@ -43,7 +43,7 @@ class PSRLConfig:
                 raise ConfigError(f"psrl.{name} must be an integer or null, got {value!r}")
             if value < 1:
                 raise ConfigError(f"psrl.{name} must be at least 1, got {value}")
-        if not isinstance(self.enable, bool):
+        if type(self.enable) is not bool:
             raise ConfigError(f"psrl.enable must be true or false, got {self.enable!r}")
         if not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"psrl.kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")

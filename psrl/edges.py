@@ -35,7 +35,7 @@ def collect_edges(batch: SampleBatch, tree: PrefixTree) -> Edges:
         source_E=keys_E // num_labels // max(1, len(temperatures)),
         label_E=keys_E % num_labels,
         temperature_E=temperatures[keys_E // num_labels % max(1, len(temperatures))],
-        target_edges_M=edges_M.astype(np.int64).reshape(-1),
+        target_edges_M=np.ravel(edges_M).astype(np.int64),
         target_positions_M=targets - 1,
         cu_targets=np.concatenate([[0], np.cumsum(counts_S)]).astype(np.int64),
     )

@@ -52,7 +52,7 @@ def select_samples(batch: SampleBatch, samples: IntArray) -> SampleBatch:
     """The chosen samples as a batch of their own."""
     lengths = batch.seqlens_S[samples]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.arange(offsets[-1]) + np.repeat(batch.cu_seqlens[samples] - offsets[:-1], lengths)
+    tokens = np.arange(offsets[-1], dtype=np.int64) + np.repeat(batch.cu_seqlens[samples] - offsets[:-1], lengths)
     return SampleBatch(
         token_ids_N=batch.token_ids_N[tokens],
         position_ids_N=batch.position_ids_N[tokens],

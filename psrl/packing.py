@@ -32,7 +32,7 @@ class LightSubtree:
 class Bin:
     """Light subtrees of one leaf micro-batch. All attach points lie on the root path of ``tip``."""
 
-    members: list[LightSubtree] = field(default_factory=list)
+    members: list[LightSubtree] = field(default_factory=list[LightSubtree])
     tip: int = -1
     """Deepest attach point, -1 without a path."""
 
@@ -68,8 +68,9 @@ def cut_spine(
 
 
 def _cut_evenly(tokens: IntArray, cost_U: FloatArray, max_tokens: int) -> list[IntArray]:
-    total = np.concatenate([[0.0], np.cumsum(cost_U[tokens])])
-    segments, start = [], 0
+    total: FloatArray = np.concatenate([[0.0], np.cumsum(cost_U[tokens])])
+    segments: list[IntArray] = []
+    start = 0
     for left in range(-(-len(tokens) // max_tokens), 0, -1):
         rest = len(tokens) - start
         fewest, most = rest - (left - 1) * max_tokens, min(max_tokens, rest - (left - 1))

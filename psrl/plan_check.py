@@ -81,9 +81,10 @@ def _visible_tokens(plan: ExecutionPlan) -> dict[int, IntArray]:
 def _prefix_ids(batch: SampleBatch) -> list[list[int]]:
     """Per sample token, an id of its whole prefix (itself included): a trie walked token by token."""
     trie: dict[tuple[int, ...], int] = {}
-    ids = []
+    ids: list[list[int]] = []
     for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
-        node, row = -1, []
+        node = -1
+        row: list[int] = []
         for t in range(start, end):
             extra = () if batch.extra_inputs_NK is None else tuple(batch.extra_inputs_NK[t].tolist())
             key = (node, int(batch.token_ids_N[t]), int(batch.position_ids_N[t]), *extra)

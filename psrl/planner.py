@@ -15,6 +15,7 @@ Shape legend: U unique tokens, T local tokens, P path tokens, E edges, R logit r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 
@@ -61,16 +62,16 @@ def build_plan(
     cost_U = token_costs(tree, num_rows_U, cost or shape.cost)
     spine_U = is_spine(tree, max_tokens)
     bins = pack_light_subtrees(tree, spine_U, cost_U, max_tokens)
-    executions = 1 if forward_only else 2
-    for at_forks in (False, True):
+
+    def arrange(*, at_forks: bool) -> tuple[Pieces, tuple[Wave, ...], int]:
         segments = cut_spine(tree, spine_U, cost_U, max_tokens, at_forks=at_forks)
-        pieces = assemble(tree, edges, segments, bins, cost_U, executions=executions)
-        try:
-            waves, peak = _plan_waves(batch, tree, pieces, footprint, forward_only)
-            break
-        except MemoryBudgetError:
-            if at_forks:
-                raise
+        pieces = assemble(tree, edges, segments, bins, cost_U, executions=1 if forward_only else 2)
+        return pieces, *_plan_waves(batch, tree, pieces, footprint, forward_only)
+
+    arranged = None
+    with contextlib.suppress(MemoryBudgetError):
+        arranged = arrange(at_forks=False)
+    pieces, waves, peak = arranged or arrange(at_forks=True)
     return ExecutionPlan(
         forward_only=forward_only,
         max_tokens=max_tokens,
@@ -111,7 +112,7 @@ def _plan_waves(
     done: set[int] = set()
     start, peak = 0, 0
     while start < pieces.num_segments:
-        chosen = None
+        chosen, needed = None, 0
         for stop in range(start, pieces.num_segments):
             wave, after = _training_wave(pieces, start, stop, done), ledger.copy()
             needed = wave_peak(after, wave, footprint)
@@ -129,7 +130,7 @@ def _plan_waves(
 
 def _leaves_by_segment(pieces: Pieces) -> dict[int, list[int]]:
     """Leaf micro-batches by the segment that holds the end of their path; -1: no path."""
-    leaves = defaultdict(list)
+    leaves: defaultdict[int, list[int]] = defaultdict(list)
     for index, tip in enumerate(pieces.tip_segments):
         if not pieces.micro_batches[index].is_spine:
             leaves[tip].append(index)

@@ -75,7 +75,7 @@ def token_keys(batch: SampleBatch) -> IntArray:
     if batch.extra_inputs_NK is None:
         return keys
     _, dense = np.unique(np.column_stack([keys, batch.extra_inputs_NK]), axis=0, return_inverse=True)
-    return dense.reshape(-1).astype(np.int64)
+    return np.ravel(dense).astype(np.int64)
 
 
 def build_tree(batch: SampleBatch) -> PrefixTree:
@@ -151,7 +151,7 @@ def _lay_out(batch: SampleBatch, nodes: _Nodes) -> PrefixTree:
     begin, finish, owner, parent = (np.asarray(x, dtype=np.int64) for x in
                                     (nodes.begin, nodes.finish, nodes.owner, nodes.parent))  # fmt: skip
     length = finish - begin
-    subtree = length.copy()
+    subtree = np.copy(length)
     bottom_up = np.argsort(-begin, kind="stable")  # a child begins where its parent finishes, or deeper
     for node in bottom_up.tolist():
         if parent[node] >= 0:
@@ -188,8 +188,10 @@ def _lay_out(batch: SampleBatch, nodes: _Nodes) -> PrefixTree:
 
 def _sample_index(leaf_S: IntArray, parent: IntArray, start: IntArray, length: IntArray) -> IntArray:
     """Unique token of every sample token: the node ranges of each sample's root path, concatenated."""
-    parents, path_nodes = parent.tolist(), []
-    for node in leaf_S.tolist():
+    parents: list[int] = parent.tolist()
+    path_nodes: list[int] = []
+    leaves: list[int] = leaf_S.tolist()
+    for node in leaves:
         path: list[int] = []
         while node >= 0:
             path.append(node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class SampleBatch:
         if position_ids is None:
             position_ids = [range(n) for n in seqlens]
 
-        def flat(rows: Sequence[Sequence[int]], dtype: type) -> np.ndarray:
+        def flat(rows: Sequence[Sequence[int]], dtype: type[_Scalar]) -> NDArray[_Scalar]:
             return np.fromiter((x for row in rows for x in row), dtype=dtype, count=sum(seqlens))
 
         return cls(

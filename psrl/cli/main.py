@@ -1,12 +1,15 @@
 """``psrl``: the command line.
 
 Exit codes: 0 done; 1 a check failed (``replay --sharing both`` found a difference); 2 the input, an option or the model
-is not usable, with one line on stderr; 130 interrupted.
+is not usable, with one line on stderr; 130 interrupted; 143 terminated.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +17,12 @@ from typer.core import TyperGroup
 
 from psrl import __version__
 from psrl.cli.replay import replay
+from psrl.cli.sft import sft
 from psrl.errors import PSRLError
 
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
 # typer re-exports this subclass only; which click it belongs to differs between its versions.
-_CLICK_ERROR = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 class _OneLineErrors(TyperGroup):
@@ -27,7 +31,8 @@ class _OneLineErrors(TyperGroup):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
         try:
-            code = super().main(*args, **kwargs)
+            with _stopped_by_sigterm():
+                code = super().main(*args, **kwargs)
         except PSRLError as error:
             code = _fail(str(error))
         except _CLICK_ERROR as error:
@@ -37,6 +42,20 @@ class _OneLineErrors(TyperGroup):
         if code == EXIT_INTERRUPTED:
             print("psrl: interrupted", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Leave through the context managers, so that temporary folders go, where the process would just end."""
+
+    def stop(*_: object) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _fail(message: str) -> int:
@@ -69,6 +88,7 @@ def _root(
 
 
 app.command()(replay)
+app.command()(sft)
 
 if __name__ == "__main__":
     app()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,141 +19,111 @@ from psrl.replay.options import (
     TinyModel,
 )
 
-_RUN, _LOSS, _INPUT, _MODEL = "Running", "Loss and optimizer", "Input", "Model"
+
+def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
+    return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
 
 
-def _choices(text: str, choices: tuple[str, ...]) -> str:
-    return f"{text}: {', '.join(choices)}."
+_MODEL, _RUN, _LOSS, _INPUT, _OUTPUT = "Model", "Running", "Loss and optimizer", "Input", "Output"
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
+]
+Model = Annotated[str, _option(_MODEL, "A Hugging Face folder, or tiny-qwen2 or tiny-qwen3: a random one, made here.")]
+Hidden = Annotated[int, _option(_MODEL, "Hidden size of a tiny model.")]
+Layers = Annotated[int, _option(_MODEL, "Layers of a tiny model.")]
+Heads = Annotated[int, _option(_MODEL, "Attention heads of a tiny model.")]
+KVHeads = Annotated[int, _option(_MODEL, "Key/value heads of a tiny model.")]
+DType = Annotated[str, _option(_MODEL, "Parameters and activations.", DTYPES)]
+
+Sharing = Annotated[
+    str,
+    _option(
+        _RUN,
+        "Prefix sharing. off is veRL's own engine; both runs the two in turn and compares log-probs, gradients and "
+        "metrics.",
+        SHARING,
+    ),
+]
+MaxTokens = Annotated[int, _option(_RUN, "Most tokens of a micro-batch.")]
+MiniBatch = Annotated[int | None, _option(_RUN, "Samples of a mini-batch; all of them if not given.")]
+Steps = Annotated[int, _option(_RUN, "Update steps over all samples.")]
+Repeat = Annotated[int, _option(_RUN, "Times to run each phase, sides in turn; seconds are medians.")]
+Attention = Annotated[str, _option(_RUN, "Attention backend.", ATTENTION)]
+Recompute = Annotated[str, _option(_RUN, "Activation recompute.", RECOMPUTE)]
+KVCacheBytes = Annotated[int | None, _option(_RUN, "Most bytes of cached K/V and their gradients; no limit on a CPU.")]
+Seed = Annotated[int, _option(_RUN, "Seed of the random model and of the workers.")]
+Tolerance = Annotated[
+    float | None,
+    _option(_RUN, "Largest relative difference for --sharing both; by dtype if not given (bfloat16: none)."),
+]
+
+Loss = Annotated[str, _option(_LOSS, "veRL's loss_mode.", LOSSES)]
+LossAggMode = Annotated[
+    str | None, _option(_LOSS, "token-mean if not given, seq-mean-token-mean for gspo.", LOSS_AGG_MODES)
+]
+LossScaleFactor = Annotated[int | None, _option(_LOSS, "Divisor of seq-mean-token-sum-norm.")]
+EntropyCoeff = Annotated[float, _option(_LOSS, "Weight of the entropy bonus.")]
+KLCoef = Annotated[float, _option(_LOSS, "Weight of the KL loss to the reference.")]
+Temperature = Annotated[float, _option(_LOSS, "Logits are divided by it.")]
+LearningRate = Annotated[float, _option(_LOSS, "Learning rate of Adam.")]
+
+Limit = Annotated[int | None, _option(_INPUT, "Read only the first rows (lines) of the input.")]
+Tokenizer = Annotated[
+    str | None,
+    _option(
+        _INPUT,
+        "For chat traces: a folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes' (built in: ids are "
+        "bytes). If not given, the model folder's own if it has ChatML tokens, else bytes.",
+    ),
+]
+Mode = Annotated[str, _option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
+
+Dump = Annotated[Path | None, _option(_OUTPUT, "Folder for log-probs, entropies and the first mini-batch's gradient.")]
+Json = Annotated[Path | None, _option(_OUTPUT, "File for the table.")]
 
 
 def replay(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A Hugging Face folder, or tiny-qwen2 or tiny-qwen3: a random model made on the spot.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "tiny-qwen2",
-    hidden: Annotated[int, typer.Option(help="Hidden size of a tiny model.", rich_help_panel=_MODEL)] = 256,
-    layers: Annotated[int, typer.Option(help="Layers of a tiny model.", rich_help_panel=_MODEL)] = 4,
-    heads: Annotated[int, typer.Option(help="Attention heads of a tiny model.", rich_help_panel=_MODEL)] = 4,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads of a tiny model.", rich_help_panel=_MODEL)] = 2,
-    dtype: Annotated[
-        str, typer.Option(help=_choices("Parameters and activations", DTYPES), rich_help_panel=_MODEL)
-    ] = "float32",
-    sharing: Annotated[
-        str,
-        typer.Option(
-            help=_choices("Prefix sharing", SHARING) + " off is veRL's own engine; both runs the two in turn and "
-            "compares log-probs, gradients and metrics.",
-            rich_help_panel=_RUN,
-        ),
-    ] = "on",
-    max_tokens: Annotated[
-        int, typer.Option(help="Most tokens of a micro-batch.", rich_help_panel=_RUN)
-    ] = DEFAULT_MAX_TOKENS,
-    mini_batch: Annotated[
-        int | None,
-        typer.Option(help="Samples of a mini-batch; all of them if not given.", rich_help_panel=_RUN),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Update steps over all samples.", rich_help_panel=_RUN)] = 1,
-    repeat: Annotated[
-        int, typer.Option(help="Times to run each phase, sides in turn; seconds are medians.", rich_help_panel=_RUN)
-    ] = 1,
-    attention: Annotated[
-        str, typer.Option(help=_choices("Attention backend", ATTENTION), rich_help_panel=_RUN)
-    ] = "auto",
-    recompute: Annotated[
-        str, typer.Option(help=_choices("Activation recompute", RECOMPUTE), rich_help_panel=_RUN)
-    ] = "none",
-    kv_cache_bytes: Annotated[
-        int | None,
-        typer.Option(help="Most bytes of cached K/V and their gradients; no limit on a CPU.", rich_help_panel=_RUN),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random model and of the workers.", rich_help_panel=_RUN)] = 42,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest relative difference for --sharing both; by dtype if not given (bfloat16: none).",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    loss: Annotated[str, typer.Option(help=_choices("veRL's loss_mode", LOSSES), rich_help_panel=_LOSS)] = "vanilla",
-    loss_agg_mode: Annotated[
-        str | None,
-        typer.Option(
-            help=_choices("Aggregation", LOSS_AGG_MODES) + " token-mean if not given; seq-mean-token-mean for gspo.",
-            rich_help_panel=_LOSS,
-        ),
-    ] = None,
-    loss_scale_factor: Annotated[
-        int | None, typer.Option(help="Divisor of seq-mean-token-sum-norm.", rich_help_panel=_LOSS)
-    ] = None,
-    entropy_coeff: Annotated[float, typer.Option(help="Weight of the entropy bonus.", rich_help_panel=_LOSS)] = 0.0,
-    kl_coef: Annotated[
-        float, typer.Option(help="Weight of the KL loss to the reference.", rich_help_panel=_LOSS)
-    ] = 0.0,
-    temperature: Annotated[float, typer.Option(help="Logits are divided by it.", rich_help_panel=_LOSS)] = 1.0,
-    lr: Annotated[float, typer.Option(help="Learning rate of Adam.", rich_help_panel=_LOSS)] = 1e-6,
-    limit: Annotated[
-        int | None, typer.Option(help="Read only the first rows (lines) of the input.", rich_help_panel=_INPUT)
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="For chat traces: a folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes' (built in: "
-            "ids are bytes). If not given, the model folder's own, else bytes.",
-            rich_help_panel=_INPUT,
-        ),
-    ] = None,
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="For chat traces: step (a sample per assistant message) or trajectory (one per row).",
-            rich_help_panel=_INPUT,
-        ),
-    ] = "step",
-    dump: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for log-probs, entropies and the first mini-batch's gradient.", rich_help_panel="Output"
-        ),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="File for the table.", rich_help_panel="Output")] = None,
+    files: Files,
+    model: Model = "tiny-qwen2",
+    hidden: Hidden = 256,
+    layers: Layers = 4,
+    heads: Heads = 4,
+    kv_heads: KVHeads = 2,
+    dtype: DType = "float32",
+    sharing: Sharing = "on",
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    mini_batch: MiniBatch = None,
+    steps: Steps = 1,
+    repeat: Repeat = 1,
+    attention: Attention = "auto",
+    recompute: Recompute = "none",
+    kv_cache_bytes: KVCacheBytes = None,
+    seed: Seed = 42,
+    tolerance: Tolerance = None,
+    loss: Loss = "vanilla",
+    loss_agg_mode: LossAggMode = None,
+    loss_scale_factor: LossScaleFactor = None,
+    entropy_coeff: EntropyCoeff = 0.0,
+    kl_coef: KLCoef = 0.0,
+    temperature: Temperature = 1.0,
+    lr: LearningRate = 1e-6,
+    limit: Limit = None,
+    tokenizer: Tokenizer = None,
+    mode: Mode = "step",
+    dump: Dump = None,
+    json: Json = None,
 ) -> None:
     """Run old log-prob, reference and update on recorded samples through veRL's worker, with and without sharing."""
     options = ReplayOptions(
-        files=tuple(files),
-        model=model,
-        tiny=TinyModel(hidden, layers, heads, kv_heads),
-        sharing=sharing,
-        max_tokens=max_tokens,
-        dtype=dtype,
-        attention=attention,
-        recompute=recompute,
-        kv_cache_bytes=kv_cache_bytes,
-        loss=loss,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-        entropy_coeff=entropy_coeff,
-        kl_coef=kl_coef,
-        temperature=temperature,
-        lr=lr,
-        steps=steps,
-        repeat=repeat,
-        mini_batch=mini_batch,
-        limit=limit,
-        tokenizer=tokenizer,
-        mode=mode,
-        seed=seed,
-        tolerance=tolerance,
-        dump=dump,
+        files=tuple(files), model=model, tiny=TinyModel(hidden, layers, heads, kv_heads), dtype=dtype, sharing=sharing,
+        max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
+        recompute=recompute, kv_cache_bytes=kv_cache_bytes, seed=seed, tolerance=tolerance, loss=loss,
+        loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff,
+        kl_coef=kl_coef, temperature=temperature, lr=lr, limit=limit, tokenizer=tokenizer, mode=mode, dump=dump,
         json=json,
-    )
-    from psrl.replay.job import run_replay
+    )  # fmt: skip
+    from psrl.replay.job import run_replay  # after the options have been checked: `psrl --help` needs none of it
 
     raise typer.Exit(run_replay(options))

@@ -6,9 +6,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Generator
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from psrl.errors import InputError
 
@@ -42,7 +43,7 @@ def read_rows(path: str | PathLike[str]) -> Generator[Row, None, None]:
         raise InputError(f"{path}: cannot read the file: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | BufferedReader:
     with path.open("rb") as stream:
         compressed = stream.read(2) == _GZIP_MAGIC
     return gzip.open(path, "rb") if compressed or path.suffix == ".gz" else path.open("rb")

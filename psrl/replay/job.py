@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psrl.data import ReplaySample, load_samples, load_tokenizer
+from psrl.data import ChatTokenizer, ReplaySample, load_samples, load_tokenizer
 from psrl.data.samples import check_vocabulary
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
+from psrl.models import NAMED_MODELS, named_model_folder
 from psrl.replay.model import (
     ReplayModel,
     check_model_folder,
@@ -39,6 +41,8 @@ def run_replay(options: ReplayOptions) -> int:
         PSRLError: the input, the model or an option is not usable; the message is for the user.
     """
     check_targets(options.dump, options.json)
+    if options.model in NAMED_MODELS:
+        options = dataclasses.replace(options, model=str(named_model_folder(options.model)))
     num_sides = 2 if options.sharing == "both" else 1
     with Progress(total=1 + num_sides * (1 + 3 * options.repeat), repeats=options.repeat) as progress:
         with progress.task("reading", ", ".join(path.name for path in options.files)):
@@ -58,15 +62,15 @@ def _quietly(run: Callable[[], PhaseRunner]) -> PhaseRunner:
     with quiet_upstream():  # again: it reaches the log handlers that exist when it begins
         try:
             return run()
-        except KeyboardInterrupt as error:
-            interrupt = error
-    raise interrupt
+        except (KeyboardInterrupt, SystemExit) as error:
+            stop = error
+    raise stop
 
 
 def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[ReplaySample]:
     loaded = load_samples(
         options.files,
-        tokenizer=lambda: load_tokenizer(_tokenizer_source(options)),
+        tokenizer=lambda: _load_tokenizer(options, progress),
         mode=options.mode,
         limit=options.limit,
     )
@@ -80,10 +84,19 @@ def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[Replay
     return samples
 
 
-def _tokenizer_source(options: ReplayOptions) -> str | None:
-    """``--tokenizer``, else the model's own, else None."""
-    models_own = options.model not in TINY_MODELS and (Path(options.model) / "tokenizer.json").is_file()
-    return options.model if options.tokenizer is None and models_own else options.tokenizer
+def _load_tokenizer(options: ReplayOptions, progress: Progress) -> ChatTokenizer:
+    """``--tokenizer``, else the model folder's own where it can write ChatML, else bytes."""
+    if options.tokenizer is not None or options.model in TINY_MODELS:
+        return load_tokenizer(options.tokenizer)
+    if (Path(options.model) / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(options.model)
+        if tokenizer.im_start_id is not None and tokenizer.im_end_id is not None:
+            return tokenizer
+    progress.note(
+        f"chat rows are tokenised as bytes: {options.model} has no tokenizer.json with ChatML tokens; name another "
+        "with --tokenizer"
+    )
+    return load_tokenizer(None)
 
 
 def _check_mini_batches(samples: Sequence[ReplaySample], mini_batch: int | None) -> None:
@@ -168,7 +181,7 @@ def _compare(options: ReplayOptions, runner: PhaseRunner, progress: Progress) ->
     from psrl.replay.side import UNSHARED
 
     unshared = runner.runs[UPDATE][UNSHARED].first
-    one_each = unshared.micro_batches == runner.num_mini_batches
+    one_each = unshared.forwards == runner.num_mini_batches
     coupled = depends_on_micro_batches(options.loss, options.effective_loss_agg_mode, options.loss_scale_factor)
     if coupled and not one_each:
         progress.note(

@@ -11,6 +11,7 @@ from typing import Any
 
 from psrl.errors import InputError, UnsupportedError
 from psrl.integrations.verl.support import check_model
+from psrl.models import NAMED_MODELS
 from psrl.replay.options import TINY_MODELS, TinyModel
 
 MAX_VOCAB = 262_144
@@ -40,7 +41,7 @@ def check_model_folder(model: str) -> int:
     """
     folder = Path(model)
     if not folder.is_dir():
-        raise InputError(f"--model {model}: no such folder (or use {' or '.join(TINY_MODELS)})")
+        raise InputError(f"--model {model}: no such folder (or use {' or '.join((*TINY_MODELS, *NAMED_MODELS))})")
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ Shape legend: M targets of all samples, in order.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from psrl.data import ReplaySample
 from psrl.integrations.verl.metrics import mini_batch_metrics
 from psrl.integrations.verl.replay_batch import ReplayBatch
+from psrl.replay.clock import Seconds, now
 from psrl.replay.options import ReplayOptions
 from psrl.replay.progress import Progress
 from psrl.replay.side import Observation, Side, observed
@@ -32,7 +32,7 @@ PHASES = (OLD_LOG_PROB, REF, UPDATE)
 class PhaseRun:
     """One phase on one side: all repeats of it."""
 
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[Seconds] = field(default_factory=list)
     """Of every repeat; of an update, of every step of every repeat."""
     planning_seconds: float = 0.0
     """Over all of them."""
@@ -44,8 +44,8 @@ class PhaseRun:
     """veRL's metrics of every mini-batch of the first repeat's steps."""
 
     @property
-    def median_seconds(self) -> float:
-        return statistics.median(self.seconds)
+    def median(self) -> Seconds:
+        return Seconds(*(statistics.median(values) for values in zip(*self.seconds, strict=True)))
 
 
 class PhaseRunner:
@@ -119,9 +119,9 @@ class PhaseRunner:
             compute_loss=False,
         )
         with observed(worker, on_micro_batch=self._progress.micro_batch) as seen:
-            start = time.perf_counter()
+            start = now()
             output = worker.infer_batch(batch)
-            _record(run, seen, time.perf_counter() - start)
+            _record(run, seen, now().minus(start))
         if not run.outputs_M:
             run.first = seen
             for key in ("log_probs", "entropy"):
@@ -135,16 +135,16 @@ class PhaseRunner:
         for step in range(self._options.steps):
             calls = [(batch, self._update_call(side, part, batch, columns_M)) for part, batch in self._parts]
             whole = Observation()
-            seconds = 0.0
+            seconds = Seconds()
             for index, (batch, call) in enumerate(calls):
                 with observed(
                     side.actor,
                     with_gradients=is_first_repeat and step == 0 and index == 0,
                     on_micro_batch=self._progress.micro_batch,
                 ) as seen:
-                    start = time.perf_counter()
+                    start = now()
                     output = side.actor.train_mini_batch(call)
-                    seconds += time.perf_counter() - start - seen.excluded_seconds
+                    seconds = seconds.plus(now().minus(start).minus(seen.excluded))
                 _add(whole, seen)
                 if is_first_repeat:
                     run.metrics += mini_batch_metrics(output, self._num_mini_batches(batch))
@@ -182,14 +182,13 @@ class PhaseRunner:
         )
 
 
-def _record(run: PhaseRun, seen: Observation, seconds: float) -> None:
+def _record(run: PhaseRun, seen: Observation, seconds: Seconds) -> None:
     run.seconds.append(seconds)
     run.planning_seconds += sum(report.planning_seconds for report in seen.reports)
 
 
 def _add(whole: Observation, seen: Observation) -> None:
     whole.reports += seen.reports
-    whole.micro_batches += seen.micro_batches
-    whole.excluded_seconds += seen.excluded_seconds
+    whole.forwards += seen.forwards
     if whole.gradients is None:
         whole.gradients = seen.gradients

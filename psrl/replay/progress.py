@@ -43,6 +43,10 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def add(self, num_executions: int) -> None:
+        """There will be more of them than was known."""
+        self._bar.update(self._task, total=(self._bar.tasks[self._task].total or 0) + num_executions)
+
     @contextlib.contextmanager
     def task(self, name: str, side: str, repeat: int = 0) -> Iterator[None]:
         """One execution."""

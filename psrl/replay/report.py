@@ -33,7 +33,8 @@ def make_record(
     """Everything that was measured. Plan figures are those of the update's first step, added up over mini-batches.
 
     ``kv_bytes_peak`` is measured, ``kv_bytes_predicted`` is the plan's; None without sharing, as is all that needs a
-    plan. Seconds are medians over repeats, of one pass over all samples.
+    plan. Seconds are medians over repeats, of one pass over all samples; ``cpu_seconds`` count this process's
+    processor time.
     """
     num_tokens = sum(sample.num_tokens for sample in samples)
     phases = {phase: _phase_record(runs[phase], num_tokens) for phase in PHASES}
@@ -51,7 +52,7 @@ def make_record(
         "unique_tokens": unique,
         "prefix_match_rate": 1.0 - unique / num_tokens,
         "spine_tokens": update["spine_tokens"],
-        "micro_batches": update["micro_batches"] if shared else update["micro_batches_unshared"],
+        "micro_batches": update["micro_batches"] if shared else update["forwards_unshared"],
         "waves": update["waves"],
         "kv_bytes_peak": _largest(phases, "kv_bytes_peak"),
         "kv_bytes_predicted": _largest(phases, "kv_bytes_predicted"),
@@ -62,31 +63,51 @@ def make_record(
 
 
 def _phase_record(run: Mapping[str, PhaseRun], num_tokens: int) -> dict[str, Any]:
-    shared, unshared = run.get(SHARED), run.get(UNSHARED)
-    reports = shared.first.reports if shared else []
-    seconds = {name: run[name].median_seconds if name in run else None for name in (SHARED, UNSHARED)}
-    flops_shared = sum(report.stats.flops_shared for report in reports)
-    flops_unshared = sum(report.stats.flops_unshared for report in reports)
-    planning = shared.planning_seconds / len(shared.seconds) if shared else None
+    record: dict[str, Any] = {}
+    for side in (SHARED, UNSHARED):
+        timing = _timing(run.get(side), num_tokens)
+        record |= {f"{key}_{side}": value for key, value in timing.items()}
+    record["speedup"] = _ratio(record["seconds_unshared"], record["seconds_shared"])
+    record["cpu_speedup"] = _ratio(record["cpu_seconds_unshared"], record["cpu_seconds_shared"])
+    return record | _plan_record(run.get(SHARED))
+
+
+def _timing(run: PhaseRun | None, num_tokens: int) -> dict[str, Any]:
+    if run is None:
+        return dict.fromkeys(("seconds", "cpu_seconds", "tokens_per_second", "all_seconds", "forwards"))
     return {
-        "seconds_shared": seconds[SHARED],
-        "seconds_unshared": seconds[UNSHARED],
-        "speedup": seconds[UNSHARED] / seconds[SHARED] if shared and unshared else None,
-        "ideal_speedup": flops_unshared / flops_shared if shared else None,
-        "tokens_per_second_shared": num_tokens / seconds[SHARED] if shared else None,
-        "tokens_per_second_unshared": num_tokens / seconds[UNSHARED] if unshared else None,
-        "planning_seconds": planning,
-        "planning_share": planning / (sum(shared.seconds) / len(shared.seconds)) if shared else None,
-        "unique_tokens": sum(report.stats.unique_tokens for report in reports) if shared else None,
-        "spine_tokens": sum(report.stats.spine_tokens for report in reports) if shared else None,
-        "micro_batches": sum(report.stats.num_micro_batches for report in reports) if shared else None,
-        "micro_batches_unshared": unshared.first.micro_batches if unshared else None,
-        "waves": sum(report.stats.num_waves for report in reports) if shared else None,
-        "kv_bytes_peak": max(report.kv_bytes_measured for report in reports) if shared else None,
-        "kv_bytes_predicted": max(report.stats.kv_bytes_peak for report in reports) if shared else None,
-        "all_seconds_shared": shared.seconds if shared else None,
-        "all_seconds_unshared": unshared.seconds if unshared else None,
+        "seconds": run.median.wall,
+        "cpu_seconds": run.median.cpu,
+        "tokens_per_second": num_tokens / run.median.wall,
+        "all_seconds": [seconds.wall for seconds in run.seconds],
+        "forwards": run.first.forwards,
     }
+
+
+def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
+    """What only a side that shares knows."""
+    if run is None:
+        return dict.fromkeys(
+            ("ideal_speedup", "planning_seconds", "planning_share", "unique_tokens", "spine_tokens", "micro_batches",
+             "waves", "kv_bytes_peak", "kv_bytes_predicted")
+        )  # fmt: skip
+    reports = run.first.reports
+    stats = [report.stats for report in reports]
+    return {
+        "ideal_speedup": sum(s.flops_unshared for s in stats) / sum(s.flops_shared for s in stats),
+        "planning_seconds": run.planning_seconds / len(run.seconds),
+        "planning_share": run.planning_seconds / sum(seconds.wall for seconds in run.seconds),
+        "unique_tokens": sum(s.unique_tokens for s in stats),
+        "spine_tokens": sum(s.spine_tokens for s in stats),
+        "micro_batches": sum(s.num_micro_batches for s in stats),
+        "waves": sum(s.num_waves for s in stats),
+        "kv_bytes_peak": max(report.kv_bytes_measured for report in reports),
+        "kv_bytes_predicted": max(s.kv_bytes_peak for s in stats),
+    }
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or denominator is None else numerator / denominator
 
 
 def count_unique_tokens(samples: Sequence[ReplaySample], mini_batch: int | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from psrl.config import PSRLConfig
 from psrl.integrations.verl.actor_loss import make_actor_loss
 from psrl.integrations.verl.export import full_grads
 from psrl.integrations.verl.worker import build_training_worker
+from psrl.replay.clock import Seconds, now
 from psrl.replay.model import ReplayModel
 from psrl.replay.options import ReplayOptions
 
@@ -26,11 +26,11 @@ class Observation:
 
     reports: list[Any] = field(default_factory=list)
     """The engine's report of every mini-batch (empty without sharing)."""
-    micro_batches: int = 0
+    forwards: int = 0
     """Forwards of the model. With sharing, a spine micro-batch of an update has two."""
     gradients: dict[str, Tensor] | None = None
     """Of the first mini-batch, where asked for: unscaled, before clipping, by Hugging Face name."""
-    excluded_seconds: float = 0.0
+    excluded: Seconds = field(default_factory=Seconds)
     """Time of the call that went into observing it."""
 
 
@@ -99,9 +99,9 @@ def observed(
     run_batch, optimizer_step = engine.forward_backward_batch, engine.optimizer_step
 
     def counted(*_: Any) -> None:
-        seen.micro_batches += 1
+        seen.forwards += 1
         if on_micro_batch is not None:
-            on_micro_batch(seen.micro_batches)
+            on_micro_batch(seen.forwards)
 
     def reported(*args: Any, **kwargs: Any) -> Any:
         output = run_batch(*args, **kwargs)
@@ -111,9 +111,9 @@ def observed(
 
     def exported(*args: Any, **kwargs: Any) -> Any:
         if with_gradients and seen.gradients is None:
-            start = time.perf_counter()
+            start = now()
             seen.gradients = {name: grad.cpu() for name, grad in full_grads(engine).items()}
-            seen.excluded_seconds += time.perf_counter() - start
+            seen.excluded = seen.excluded.plus(now().minus(start))
         return optimizer_step(*args, **kwargs)
 
     hook = engine.module[0].register_forward_pre_hook(counted)

@@ -49,7 +49,8 @@ class _PathAndTap(torch.autograd.Function):
         return pair.k, pair.v
 
     @staticmethod
-    def backward(ctx: Any, dk_SKH: Tensor, dv_SKH: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dk_SKH, dv_SKH = grad_outputs
         mb, cache, layer = ctx.execution.micro_batch.plan, ctx.execution.cache, ctx.layer
         path_len = mb.path_len
         if path_len:

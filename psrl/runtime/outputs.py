@@ -73,7 +73,8 @@ class _EdgeLogProbs(torch.autograd.Function):
         return log_probs_E, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, d_log_probs_E: Tensor, d_entropy_R: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        d_log_probs_E, d_entropy_R = grad_outputs
         log_p_RV, rows_E, labels_E, entropy_R = ctx.saved_tensors
         weight_R = torch.zeros_like(entropy_R).index_put_((rows_E,), d_log_probs_E, accumulate=True)
         p_RV = log_p_RV.exp()

@@ -34,13 +34,17 @@ def make_checkpoint(
     heads: int = 4,
     kv_heads: int = 2,
     seed: int = 0,
+    rope_theta: float | None = None,
+    head_dim: int | None = None,
 ) -> str:
     """Write a seeded random checkpoint (float32) with a word-level tokenizer to ``path``; returns ``path`` as str.
 
     Norms, biases and logits are made non-trivial, so that an error in any of them shows in gradients.
     """
     config_cls, model_cls = KINDS[kind]
-    extra = {"head_dim": hidden // heads} if kind == "qwen3" else {}
+    extra: dict[str, object] = {"head_dim": head_dim or hidden // heads} if kind != "qwen2" else {}
+    if rope_theta is not None:
+        extra["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta}
     config = config_cls(
         vocab_size=vocab,
         hidden_size=hidden,

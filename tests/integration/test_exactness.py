@@ -33,7 +33,9 @@ AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-su
 def checkpoint(tmp_path_factory):
     @functools.cache
     def make(kind="qwen2", tied=False):
-        return make_checkpoint(tmp_path_factory.mktemp(kind), kind, tied)
+        # Llama: a head size and a rotary base that are not what the bridge would assume without being told.
+        unusual = {"head_dim": 16, "rope_theta": 500.0} if kind == "llama" else {}
+        return make_checkpoint(tmp_path_factory.mktemp(kind), kind, tied, **unusual)
 
     return make
 
@@ -81,7 +83,9 @@ def check_equal(outcome, other, tolerance=1e-9):
 
 
 @pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", False), ("llama", True)]
+)
 def test_equals_independent_samples_at_every_budget(checkpoint, worker, forest, kind, tied):
     rows, loss_fn = FORESTS[forest](), ppo_loss_fn(entropy_coeff=0.1)
     truth = hf_truth(checkpoint(kind, tied), rows, loss_fn, calculate_entropy=True)

@@ -227,6 +227,16 @@ def test_qwen3_and_chat_rows(tmp_path: Path):
     assert json.loads(record.read_text())["samples"] == 1
 
 
+def test_a_model_without_chatml_tokens_gets_bytes(tmp_path: Path):
+    model = make_checkpoint(tmp_path / "M", vocab=258)
+    path = tmp_path / "chat.jsonl"
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "left"}]
+    path.write_text(json.dumps({"task": "t", "trial": 0, "messages": messages}) + "\n")
+    result = psrl(path, "--model", model)
+    assert result.exit_code == 0
+    assert "chat rows are tokenised as bytes" in result.stderr
+
+
 def test_an_interrupted_run_writes_nothing(tmp_path: Path, samples: Path, monkeypatch: pytest.MonkeyPatch):
     update = phases.PhaseRunner._update
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer import TransformerConfig
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from verl.workers.config import MtpConfig, QATEngineConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -30,6 +30,7 @@ def model(hf_config=None, mtp: bool = False, **options) -> SimpleNamespace:
 def test_a_plain_dense_model_is_supported():
     check_supported(transformer(), engine(), model())
     check_supported(transformer(qk_layernorm=True), engine(), model(Qwen3Config()))
+    check_supported(transformer(), engine(), model(LlamaConfig()))
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
 
 
@@ -91,7 +92,7 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
         ),
         ("model.mtp.enable=True", model(mtp=True)),
         ("model.lora_rank=8", model(lora_rank=8)),
-        ("model_type 'llama'", model(LlamaConfig())),
+        ("model_type 'gemma'", model(GemmaConfig())),
     ],
 )
 def test_model_options(option: str, config: SimpleNamespace):
@@ -103,3 +104,6 @@ def test_a_model_whose_biases_the_bridge_drops_is_refused():
     check_model(Qwen3Config())
     with pytest.raises(UnsupportedError, match="attention_bias=True"):
         check_model(Qwen3Config(attention_bias=True))
+    for name in ("attention_bias", "mlp_bias"):
+        with pytest.raises(UnsupportedError, match=f"{name}=True"):
+            check_model(LlamaConfig(**{name: True}))

@@ -178,7 +178,7 @@ def test_options_are_checked_without_a_command_line():
 # ------------------------------------------------------------------------------------------------------------- model
 def test_missing_model(good: Path, tmp_path: Path):
     message = error_of(good, "--model", tmp_path / "gone")
-    assert message == f"--model {tmp_path / 'gone'}: no such folder (or use tiny-qwen2 or tiny-qwen3)"
+    assert message == f"--model {tmp_path / 'gone'}: no such folder (or use tiny-qwen2 or tiny-qwen3 or smollm2)"
 
 
 def test_unsupported_model(good: Path, tmp_path: Path):
@@ -275,10 +275,17 @@ def test_version():
 
 def test_public_options_are_these():
     command = typer.main.get_command(app)
-    assert sorted(command.commands) == ["replay"]  # type: ignore[attr-defined]
-    replay = command.commands["replay"]  # type: ignore[attr-defined]
-    found = sorted(name for param in replay.params for name in (param.opts or [param.name]) if name != "--help")
-    assert found == [
+    assert {"replay", "sft"} <= command.commands.keys()  # type: ignore[attr-defined]
+
+    def options(name: str) -> list[str]:
+        params = command.commands[name].params  # type: ignore[attr-defined]
+        return sorted(name for param in params for name in (param.opts or [param.name]) if name != "--help")
+
+    assert options("sft") == [
+        "--batch", "--dtype", "--epochs", "--json", "--limit", "--lr", "--max-tokens", "--mode", "--model", "--out",
+        "--seed", "--sharing", "--tokenizer", "--warmup", "files",
+    ]  # fmt: skip
+    assert options("replay") == [
         "--attention", "--dtype", "--dump", "--entropy-coeff", "--heads", "--hidden", "--json", "--kl-coef",
         "--kv-cache-bytes", "--kv-heads", "--layers", "--limit", "--loss", "--loss-agg-mode", "--loss-scale-factor",
         "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--recompute", "--repeat", "--seed", "--sharing",

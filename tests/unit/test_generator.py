@@ -6,9 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from psrl.errors import ConfigError, InputError, RolloutError, UnsupportedError
-from psrl.rollout.generator import Generation, Generator
+from psrl.rollout.generator import Generator
 from psrl.rollout.kv_buffer import load_model
 from psrl.rollout.prefix_cache import PrefixCache
+from psrl.rollout.requests import Generation
 from psrl.rollout.sampling import SamplingParams, sample_tokens
 from tests.helpers import make_checkpoint
 

@@ -27,12 +27,14 @@ LAYERS = {
     "grouping": 2,
     "cache": 4,
     "data": 4,
+    "models": 4,
     "runtime": 5,
     "integrations": 6,
     "agents": 7,
     "rollout": 7,
     "replay": 7,
-    "cli": 8,
+    "sft": 8,
+    "cli": 9,
 }
 PUBLIC_CORE = {"types", "errors", "config", "tree", "grouping", "cost", "planner", "plan_check", "blocks"}
 CORE = sorted((PUBLIC_CORE | {path.stem for path in PACKAGE.glob("*.py")}) - {"__init__"})

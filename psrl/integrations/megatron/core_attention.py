@@ -6,7 +6,8 @@ Shape legend: T local tokens, N query heads, K kv heads (both of this tensor-par
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -71,18 +72,20 @@ def share_prefixes_in_spec(spec: Any) -> Any:
         UnsupportedError: the spec is of a kind that has no known ``core_attention``.
     """
     spec = copy.deepcopy(spec)
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
+    layers = [spec]
+    if isinstance(spec, TransformerBlockSubmodules) and spec.layer_specs is not None:
+        layers = spec.layer_specs
     for layer in layers:
         attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
         if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
             raise UnsupportedError(
                 f"prefix sharing cannot replace the attention of layer spec {layer!r}; set psrl.enable=false"
             )
-        attention.submodules.core_attention = PrefixCoreAttention
+        cast(Any, attention.submodules).core_attention = PrefixCoreAttention
     return spec
 
 
-def number_cache_layers(chunks: list[nn.Module]) -> int:
+def number_cache_layers(chunks: Sequence[nn.Module]) -> int:
     """Number the PrefixCoreAttention modules of this rank's model chunks. Returns how many there are."""
     modules = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PrefixCoreAttention)]
     for index, module in enumerate(modules):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,6 +19,7 @@ from psrl.integrations.megatron.hooks import HookSet
 CPU = torch.device("cpu")
 HOOKS = HookSet()
 _local = threading.local()
+_Item = TypeVar("_Item")
 
 
 def is_active() -> bool:
@@ -52,7 +53,7 @@ def device_mode() -> Iterator[None]:
         _local.depth = 0
 
 
-def in_device_mode(iterator: Iterator[Any]) -> Iterator[Any]:
+def in_device_mode(iterator: Iterator[_Item]) -> Generator[_Item, None, None]:
     """Advance ``iterator`` in device mode, and leave the mode while the consumer runs."""
     while True:
         with device_mode():

@@ -90,8 +90,9 @@ def _without_grad_sync(config: Any, chunks: Sequence[nn.Module]) -> Iterator[Non
     config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
-            if hasattr(chunk, "no_sync"):
-                stack.enter_context(chunk.no_sync())
+            chunk_no_sync = getattr(chunk, "no_sync", None)
+            if chunk_no_sync is not None:
+                stack.enter_context(chunk_no_sync())
         try:
             yield
         finally:

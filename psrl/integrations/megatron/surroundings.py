@@ -20,7 +20,7 @@ class PositionedRotaryEmbedding(nn.Module):
     ``_apply_rotary_pos_emb_thd``). Outside a forward of psrl, the wrapped module answers.
     """
 
-    def __init__(self, inner: RotaryEmbedding) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         if type(inner) is not RotaryEmbedding:
             raise UnsupportedError(
@@ -61,9 +61,9 @@ def install_surroundings(model: nn.Module) -> None:
             f"prefix sharing needs rotary position embeddings, this model has "
             f"{getattr(model, 'position_embedding_type', 'none')}; set psrl.enable=false"
         )
-    model.rotary_pos_emb = PositionedRotaryEmbedding(model.rotary_pos_emb)
+    model.rotary_pos_emb = PositionedRotaryEmbedding(model.get_submodule("rotary_pos_emb"))
     if model.post_process:
-        model.output_layer.register_forward_pre_hook(_keep_output_rows, with_kwargs=True)
+        model.get_submodule("output_layer").register_forward_pre_hook(_keep_output_rows, with_kwargs=True)
 
 
 def _keep_output_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

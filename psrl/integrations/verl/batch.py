@@ -53,7 +53,7 @@ def samples_from_tensordict(data: TensorDict) -> SampleBatch:
     """
     _refuse_unsupported(data)
     input_ids = data["input_ids"]
-    cu_seqlens = input_ids.offsets().cpu().numpy().astype(np.int64)
+    cu_seqlens = _offsets(input_ids).cpu().numpy().astype(np.int64)
     return SampleBatch(
         token_ids_N=input_ids.values().cpu().numpy().astype(np.int64),
         position_ids_N=_positions(data, cu_seqlens),
@@ -62,6 +62,11 @@ def samples_from_tensordict(data: TensorDict) -> SampleBatch:
         group_ids_S=_group_ids(data, len(cu_seqlens) - 1),
         temperatures_S=_temperatures(data, len(cu_seqlens) - 1),
     )
+
+
+def _offsets(jagged: torch.Tensor) -> torch.Tensor:
+    """[S + 1] offsets of the rows in ``jagged.values()``."""
+    return jagged.offsets()  # pyright: ignore[reportAttributeAccessIssue]  # jagged tensors have no public type
 
 
 def _refuse_unsupported(data: TensorDict) -> None:
@@ -94,7 +99,7 @@ def _targets(data: TensorDict, cu_seqlens: IntArray) -> BoolArray:
     loss_mask = data["loss_mask"]
     seqlens = np.diff(cu_seqlens)
     if loss_mask.is_nested:
-        values, lengths = loss_mask.values().cpu().numpy() != 0, loss_mask.offsets().diff().cpu().numpy()
+        values, lengths = loss_mask.values().cpu().numpy() != 0, _offsets(loss_mask).diff().cpu().numpy()
     else:
         lengths = _response_lengths(data, loss_mask)
         padded = loss_mask.cpu().numpy() != 0
@@ -112,7 +117,7 @@ def _targets(data: TensorDict, cu_seqlens: IntArray) -> BoolArray:
 def _response_lengths(data: TensorDict, loss_mask: torch.Tensor) -> IntArray:
     responses = data.get("responses", None)
     if responses is not None and responses.is_nested:
-        return responses.offsets().diff().cpu().numpy().astype(np.int64)
+        return _offsets(responses).diff().cpu().numpy().astype(np.int64)
     if "attention_mask" not in data:
         raise InputError("a padded loss_mask needs jagged responses or an attention_mask to tell response lengths")
     return data["attention_mask"][:, -loss_mask.shape[1] :].sum(-1).cpu().numpy().astype(np.int64)

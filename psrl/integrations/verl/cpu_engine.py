@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +85,9 @@ class DeviceModeMixin(_Engine):
         with self._device_mode():
             super().to(*args, **kwargs)
 
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:
+    def get_per_tensor_param(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], dict[str, Any] | None]:
         with self._device_mode():
             params, peft_config = super().get_per_tensor_param(*args, **kwargs)
         return cpu_device.in_device_mode(iter(params)), peft_config

@@ -7,12 +7,12 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
@@ -26,6 +26,7 @@ from psrl.integrations.megatron.core_attention import number_cache_layers, share
 from psrl.integrations.megatron.passes import vocab_shard_group
 from psrl.integrations.megatron.surroundings import install_surroundings
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
+from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, MiniBatchRun
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
@@ -33,12 +34,22 @@ from psrl.runtime.outputs import VocabShard, edge_log_probs
 from psrl.runtime.session import BoundMicroBatch
 from psrl.types import ExecutionPlan, SampleBatch
 
+if TYPE_CHECKING:
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine as _Engine
+else:
+    _Engine = object
+
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-class PrefixSharingMixin:
+class PrefixSharingMixin(_Engine):
     """Goes before a MegatronEngine in the bases. ``last_report`` is None until a batch has run with sharing."""
 
+    engine_config: PSRLEngineConfig
+    tf_config: Any
+    """Megatron's TransformerConfig, which declares as optional the sizes that it fills in itself."""
+    bridge: Any
+    provider: Any
     last_report: BatchReport | None = None
     num_cache_layers: int = 0
 
@@ -53,7 +64,7 @@ class PrefixSharingMixin:
         check_supported(self.tf_config or self.provider, self.engine_config, self.model_config)
         self._share_prefixes_in_bridge()
         module = super()._build_megatron_module()
-        chunks = [unwrap_model(chunk) for chunk in module]
+        chunks = [cast(nn.Module, unwrap_model(chunk)) for chunk in module]
         for chunk in chunks:
             install_surroundings(chunk)
         self.num_cache_layers = number_cache_layers(chunks)
@@ -76,7 +87,8 @@ class PrefixSharingMixin:
     ) -> dict[str, Any]:
         """One mini-batch: outputs, loss and metrics as upstream returns them for a single micro-batch."""
         if not self.psrl_config.enable:
-            return super().forward_backward_batch(data, loss_function, forward_only)
+            # Upstream's own infer_batch passes None here (base.py).
+            return super().forward_backward_batch(data, loss_function, forward_only)  # pyright: ignore[reportArgumentType]
         data = data.to(get_device_id())
         self._assign_normalizers(data)
         run = MiniBatchRun(self, data, loss_function)

@@ -34,6 +34,11 @@ def _log_once(reason: str) -> None:
     logger.warning("%s: all log-probs are computed in one more forward pass before the update's two passes", reason)
 
 
+def _bound_config(loss_function: functools.partial[Any]) -> Any:
+    """The actor's or critic's configuration, which veRL binds to its loss."""
+    return loss_function.keywords.get("config", loss_function.args[0] if loss_function.args else None)
+
+
 def _coupling(loss_function: Callable[..., Any], data: TensorDict) -> str | None:
     """Why the loss couples samples, None if it does not."""
     function = loss_function.func if isinstance(loss_function, functools.partial) else loss_function
@@ -41,7 +46,7 @@ def _coupling(loss_function: Callable[..., Any], data: TensorDict) -> str | None
         return None
     if function not in (ppo_loss, value_loss) or not isinstance(loss_function, functools.partial):
         return f"loss function {getattr(function, '__name__', function)!r} is not known to be a sum over samples"
-    config = loss_function.keywords.get("config", loss_function.args[0] if loss_function.args else None)
+    config = _bound_config(loss_function)
     if function is ppo_loss:
         mode = config.policy_loss.get("loss_mode", "vanilla")
         if mode not in SEPARABLE_LOSS_MODES:

@@ -1,18 +1,61 @@
 """What ``VERL_USE_EXTERNAL_MODULES=psrl.integrations.verl.plugin`` loads into every veRL process.
 
-Importing this module registers the engines, and with ``VERL_PLATFORM=cpu`` makes the CPU veRL's platform. veRL logs a
-failed import at DEBUG only; to fail loudly, import the module again where it is needed.
+Importing this module registers the engines, the ``hf`` rollout and, in a process that runs trainers, the trainers; with
+``VERL_PLATFORM=cpu`` it makes the CPU veRL's platform. A failure is reported on stderr whatever the caller does with it.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
 
-from psrl.integrations.verl import platform
+from psrl.errors import ConfigError, UnsupportedError
 
-if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    platform.install()  # first: veRL's engine modules ask for the device when they are imported
+MODULE = __name__
+VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 
-from psrl.integrations.verl import engine
 
-__all__ = ["engine", "platform"]
+def require() -> None:
+    """Check that this process was started for psrl.
+
+    Raises:
+        ConfigError: veRL was told to load other modules only; names the variable.
+    """
+    modules = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
+    if MODULE not in modules:
+        raise ConfigError(
+            f"{VARIABLE}={os.environ.get(VARIABLE, '')!r} in process {os.getpid()}: veRL would run here without psrl's "
+            f"plug-in. Set it to {MODULE} for every process (psrl train does; on a running Ray cluster, "
+            f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE})"
+        )
+
+
+def _load() -> None:
+    # First: veRL's engine modules ask for the device when they are imported.
+    from psrl.integrations.verl import platform
+
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        platform.install()
+    importlib.import_module("psrl.integrations.verl.engine")
+    # Above this layer, and optional: found by name.
+    if importlib.util.find_spec("psrl.rollout") is not None:
+        importlib.import_module("psrl.rollout").register()
+    _register_trainers()
+
+
+def _register_trainers() -> None:
+    """The trainers need TransferQueue, which veRL itself imports only where a trainer or an agent loop runs."""
+    if importlib.util.find_spec("transfer_queue") is None:
+        return
+    importlib.import_module("psrl.integrations.verl.trainer")
+
+
+try:
+    _load()
+except BaseException as error:
+    print(f"psrl: error: the veRL plug-in {MODULE} does not load: {error!r}", file=sys.stderr, flush=True)
+    if isinstance(error, ImportError):
+        raise UnsupportedError(f"the veRL plug-in {MODULE} does not load: {error}") from error
+    raise

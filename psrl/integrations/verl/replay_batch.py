@@ -103,9 +103,10 @@ class ReplayBatch:
         Raises:
             InputError: the output's lengths are not those of the samples.
         """
-        if not np.array_equal(output.offsets().cpu().numpy(), self.cu_seqlens):
+        jagged: Any = output
+        if not np.array_equal(jagged.offsets().cpu().numpy(), self.cu_seqlens):
             raise InputError("the worker's output does not have one value per token")
-        return output.values()[torch.from_numpy(np.flatnonzero(self._mask_N) - 1)]
+        return jagged.values()[torch.from_numpy(np.flatnonzero(self._mask_N) - 1)]
 
 
 def _prompt_len(sample: ReplaySample) -> int:

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 from psrl.errors import UnsupportedError
 
-SUPPORTED_MODELS = ("qwen2", "qwen3")
+SUPPORTED_MODELS = ("llama", "qwen2", "qwen3")
 """``model_type`` of Hugging Face configurations that are tested."""
+
+_DROPPED_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+"""Options of mbridge's models whose biases, some of them or all, are neither loaded nor exported."""
 
 
 class Refusal(NamedTuple):
@@ -28,8 +31,9 @@ def check_model(hf_config: Any) -> None:
         raise UnsupportedError(
             f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODELS)}"
         )
-    if model_type == "qwen3" and getattr(hf_config, "attention_bias", False):
-        raise UnsupportedError("attention_bias=True: the bridge for qwen3 drops these biases; use a model without")
+    for name in _DROPPED_BIASES.get(model_type, ()):
+        if getattr(hf_config, name, False):
+            raise UnsupportedError(f"{name}=True: the bridge for {model_type} drops these biases; use a model without")
 
 
 def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> None:

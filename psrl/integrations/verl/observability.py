@@ -1,0 +1,153 @@
+"""What the engines did in a phase of a training step, as metrics in veRL's tracker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils.device import get_device_name
+from verl.workers.utils.padding import no_padding_2_padding
+
+PHASES = ("old_log_prob", "ref", "values", "update", "update_critic")
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One call of an engine's ``forward_backward_batch`` on one rank."""
+
+    num_samples: int
+    num_tokens: int
+    unique_tokens: int
+    """Tokens computed; all of them where prefixes are not shared."""
+    spine_tokens: int
+    """Tokens computed forward twice."""
+    kv_bytes_peak: int
+    """Measured peak of cached K/V and gradient accumulators, bytes."""
+    flops_unshared: float
+    flops_shared: float
+    planning_seconds: float
+    seconds: float
+    max_log_ratio: float | None
+    """Largest |log-prob - old log-prob| over the response tokens, of an actor's update."""
+
+
+class EngineProbe:
+    """Records every ``forward_backward_batch`` of an engine. Replaces the method on the instance."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._run: Callable[..., dict[str, Any]] = engine.forward_backward_batch
+        self._records: list[PassRecord] = []
+        engine.forward_backward_batch = self._probed
+
+    def _probed(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        start = time.perf_counter()
+        output = self._run(data, loss_function, forward_only)
+        self._records.append(self._record(data, output, forward_only, time.perf_counter() - start))
+        return output
+
+    def _record(self, data: TensorDict, output: dict[str, Any], forward_only: bool, seconds: float) -> PassRecord:
+        ratio = None if forward_only else max_log_ratio(output.get("model_output") or {}, data)
+        report = self._engine.last_report if self._engine.psrl_config.enable else None
+        if report is None:
+            num_tokens = int(data["input_ids"].offsets()[-1])
+            return PassRecord(len(data), num_tokens, num_tokens, 0, 0, 0.0, 0.0, 0.0, seconds, ratio)
+        stats = report.stats
+        return PassRecord(
+            num_samples=stats.num_samples,
+            num_tokens=stats.num_tokens,
+            unique_tokens=stats.unique_tokens,
+            spine_tokens=stats.spine_tokens,
+            kv_bytes_peak=report.kv_bytes_measured,
+            flops_unshared=stats.flops_unshared,
+            flops_shared=stats.flops_shared,
+            planning_seconds=report.planning_seconds,
+            seconds=seconds,
+            max_log_ratio=ratio,
+        )
+
+    def drain(self) -> list[PassRecord]:
+        """Records since the last call, oldest first. Of several ranks that hold one replica, the one with outputs."""
+        records, self._records = self._records, []
+        return records if self._engine.is_mp_src_rank_with_outputs() else []
+
+    def describe(self) -> dict[str, str]:
+        """The engine as the startup line has it."""
+        config = self._engine.psrl_config
+        backend = config.attention_backend
+        return {
+            "sharing": "on" if config.enable else "off",
+            "device": get_device_name(),
+            "attention": "sdpa (auto)" if backend == "auto" else backend,
+            "dtype": str(self._engine.param_dtype).removeprefix("torch."),
+            "max_tokens": str(config.max_tokens or self._engine.engine_config.max_token_len_per_gpu),
+            "infer_max_tokens": str(config.infer_max_tokens or self._engine.engine_config.infer_max_token_len_per_gpu),
+        }
+
+
+def max_log_ratio(outputs: dict[str, Any], data: TensorDict) -> float | None:
+    """Largest |log-prob - old log-prob| over the response tokens that train; None without both, 0.0 without any."""
+    log_probs = outputs.get("log_probs")
+    if log_probs is None or "old_log_probs" not in data:
+        return None
+    padded = data.select("old_log_probs", "response_mask").to_padded_tensor()
+    new: Tensor = no_padding_2_padding(log_probs, data)
+    differences = (new.detach() - padded["old_log_probs"].to(new.device)).abs()
+    chosen = differences[padded["response_mask"].to(new.device).bool()]
+    return float(chosen.max()) if chosen.numel() else 0.0
+
+
+def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str, float]:
+    """Metrics ``psrl/<phase>/*`` of a phase from the records of its ranks. Empty without any record.
+
+    Tokens and seconds are sums over the phase's calls; tokens are summed over ranks, of seconds the slowest rank counts.
+    """
+    ranks = [records for records in ranks if records]
+    if not ranks:
+        return {}
+    everything = [record for records in ranks for record in records]
+
+    def total(name: str, records: Iterable[PassRecord] = everything) -> float:
+        return float(sum(getattr(record, name) for record in records))
+
+    tokens, unique = total("num_tokens"), total("unique_tokens")
+    values = {
+        "samples": total("num_samples"),
+        "tokens": tokens,
+        "unique_tokens": unique,
+        "spine_tokens": total("spine_tokens"),
+        "prefix_match_rate": 1.0 - unique / tokens if tokens else 0.0,
+        "kv_bytes_peak": float(max(record.kv_bytes_peak for record in everything)),
+        "planning_seconds": max(total("planning_seconds", records) for records in ranks),
+        "seconds": max(total("seconds", records) for records in ranks),
+    }
+    shared = total("flops_shared")
+    if shared:
+        values["ideal_speedup"] = total("flops_unshared") / shared
+        work = [total("flops_shared", records) for records in ranks]
+        values["load_imbalance"] = max(work) * len(work) / sum(work)
+    ratios = [records[0].max_log_ratio for records in ranks if records[0].max_log_ratio is not None]
+    if ratios:
+        values["first_log_ratio"] = max(ratios)
+    return {f"psrl/{phase}/{name}": value for name, value in values.items()}
+
+
+def headline_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """``psrl/*`` of a whole step, from those of its phases: the update's, the highest peak, all planning."""
+    found: dict[str, float] = {}
+    for name in ("prefix_match_rate", "tokens", "unique_tokens", "spine_tokens", "ideal_speedup", "first_log_ratio"):
+        if (value := metrics.get(f"psrl/update/{name}")) is not None:
+            found[f"psrl/{name}"] = value
+    peaks = [v for k, v in metrics.items() if k.startswith("psrl/") and k.endswith("/kv_bytes_peak")]
+    planning = [v for k, v in metrics.items() if k.startswith("psrl/") and k.endswith("/planning_seconds")]
+    if peaks:
+        found["psrl/kv_bytes_peak"] = max(peaks)
+    if planning:
+        found["psrl/planning_seconds"] = sum(planning)
+    return found

@@ -1,0 +1,1 @@
+"""``psrl sft``: supervised training on recorded traces, as a warm start for reinforcement learning."""
