@@ -120,8 +120,8 @@ LOSSES = [
 @pytest.mark.parametrize(("loss_mode", "agg_mode"), LOSSES)
 def test_every_policy_loss(checkpoint, worker, loss_mode, agg_mode):
     extra = {"loss_scale_factor": 7} if agg_mode == "seq-mean-token-sum-norm" else {}
-    policy = {
-        "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": -1.0, "clip_cov_ub": 5.0},  # all candidates: no random choice
+    policy = {  # clip_cov takes all candidates: no random choice
+        "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": -1.0, "clip_cov_ub": 5.0},
         "dro": {"dro_beta": 0.5},
     }.get(loss_mode)
     rows = tree_rows(depth=2) + step_rows(num_groups=1, num_steps=3)
@@ -243,7 +243,7 @@ def test_waves_give_the_same_gradients(checkpoint, worker, share):
 
 
 def test_a_budget_below_one_root_path_is_an_error(worker):
-    with pytest.raises(MemoryBudgetError, match="psrl.kv_cache_bytes allows 100"):
+    with pytest.raises(MemoryBudgetError, match=r"psrl\.kv_cache_bytes allows 100"):
         run_update(worker(kv_bytes=100), tree_rows(), ppo_loss_fn(), max_tokens=2)
 
 
@@ -271,7 +271,7 @@ def test_a_coupled_loss_is_noticed(worker):
         return model_output["log_probs"].values().sum().square() * 1e-3, {}
 
     rows = step_rows()
-    with pytest.raises(LossError, match="psrl.loss_scope=mini_batch"):
+    with pytest.raises(LossError, match=r"psrl\.loss_scope=mini_batch"):
         run_update(worker(loss_scope="sample"), rows, squared, max_tokens=8)
     a, b = (run_update(worker(), rows, squared, max_tokens=budget) for budget in (3, 1000))
     check_equal(a, b)

@@ -20,9 +20,7 @@ def test_edge_log_probs_equal_autograd(with_entropy):
     rows, labels = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 6, 0, 3])
     weights, entropy_weights = torch.randn(2, 4, dtype=torch.float64)
 
-    log_probs, entropy = edge_log_probs(
-        logits, temperature, rows, labels, shard=WHOLE, with_entropy=with_entropy
-    )
+    log_probs, entropy = edge_log_probs(logits, temperature, rows, labels, shard=WHOLE, with_entropy=with_entropy)
     scalar = (log_probs * weights).sum() + ((entropy * entropy_weights).sum() if with_entropy else 0.0)
     (grad,) = torch.autograd.grad(scalar, logits)
 

@@ -32,7 +32,7 @@ def forests(draw):
         kept = kept[: draw(st.integers(0, len(kept)))]
         row = [*kept, *draw(st.lists(st.integers(0, vocab), min_size=0 if kept else 1, max_size=12))]
         rows.append(row)
-        masks.append([0] + draw(st.lists(st.integers(0, 1), min_size=len(row) - 1, max_size=len(row) - 1)))
+        masks.append([0, *draw(st.lists(st.integers(0, 1), min_size=len(row) - 1, max_size=len(row) - 1))])
     temperatures = draw(st.lists(st.sampled_from([1.0, 0.7]), min_size=len(rows), max_size=len(rows)))
     return SampleBatch.from_lists(rows, masks, temperatures=temperatures)
 
