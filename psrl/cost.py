@@ -58,9 +58,7 @@ class ModelShape:
         return 2.0 * self.hidden_size * self.output_size
 
     def forward_flops(self, work: Work) -> float:
-        return (
-            work.tokens * self.flops_per_token + work.pairs * self.flops_per_pair + work.rows * self.flops_per_row
-        )
+        return work.tokens * self.flops_per_token + work.pairs * self.flops_per_pair + work.rows * self.flops_per_row
 
     def backward_flops(self, work: Work) -> float:
         gemms = work.tokens * self.flops_per_token + work.rows * self.flops_per_row

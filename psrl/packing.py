@@ -74,7 +74,8 @@ def _cut_evenly(tokens: IntArray, cost_U: FloatArray, max_tokens: int) -> list[I
     for left in range(-(-len(tokens) // max_tokens), 0, -1):
         rest = len(tokens) - start
         fewest, most = rest - (left - 1) * max_tokens, min(max_tokens, rest - (left - 1))
-        wanted = int(np.searchsorted(total, total[start] + (total[-1] - total[start]) / left)) - start
+        before, all_costs = float(total[start]), float(total[-1])
+        wanted = int(np.searchsorted(total, before + (all_costs - before) / left)) - start
         take = min(max(wanted, fewest, 1), most)
         segments.append(tokens[start : start + take])
         start += take

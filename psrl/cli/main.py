@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from psrl import __version__
 from psrl.cli.replay import replay
 from psrl.cli.sft import sft
+from psrl.cli.train import train
 from psrl.errors import PSRLError
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
@@ -89,6 +90,7 @@ def _root(
 
 app.command()(replay)
 app.command()(sft)
+app.command()(train)
 
 if __name__ == "__main__":
     app()

@@ -30,7 +30,7 @@ Files = Annotated[
     list[Path],
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
-Model = Annotated[str, _option(_MODEL, "A Hugging Face folder, or tiny-qwen2 or tiny-qwen3: a random one, made here.")]
+Model = Annotated[str, _option(_MODEL, "A Hugging Face folder; smollm2; or tiny-qwen2 or tiny-qwen3: random ones.")]
 Hidden = Annotated[int, _option(_MODEL, "Hidden size of a tiny model.")]
 Layers = Annotated[int, _option(_MODEL, "Layers of a tiny model.")]
 Heads = Annotated[int, _option(_MODEL, "Attention heads of a tiny model.")]

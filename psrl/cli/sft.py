@@ -52,7 +52,7 @@ def sft(
         str | None,
         typer.Option(
             help="For chat traces: a folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes' (built in: "
-            "ids are bytes). If not given, the model folder's own, else bytes.",
+            "ids are bytes). If not given, the model folder's own if it has ChatML tokens, else bytes.",
             rich_help_panel=_INPUT,
         ),
     ] = None,

@@ -57,6 +57,28 @@ def load_tokenizer(source: str | None) -> ChatTokenizer:
     return _load_tiktoken(path) if path.suffix == ".tiktoken" else _load_huggingface(path)
 
 
+def load_model_tokenizer(folder: str | None, note: Callable[[str], None]) -> ChatTokenizer:
+    """The tokenizer of a model folder where it can write ChatML, else bytes, which ``note`` is told.
+
+    Args:
+        folder: None for a model without a folder, which has no tokenizer.
+
+    Raises:
+        InputError: as ``load_tokenizer``.
+    """
+    if folder is None:
+        return load_tokenizer(None)
+    if (Path(folder) / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.im_start_id is not None and tokenizer.im_end_id is not None:
+            return tokenizer
+    note(
+        f"chat rows are tokenised as bytes: {folder} has no tokenizer.json with ChatML tokens; name another with "
+        "--tokenizer"
+    )
+    return load_tokenizer(None)
+
+
 def _load_huggingface(path: Path) -> ChatTokenizer:
     try:
         from tokenizers import Tokenizer

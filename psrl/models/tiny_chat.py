@@ -19,7 +19,7 @@ _SENTENCES = (
     "You play a text game. Answer with the letter of a command. Commands: take put open close unlock lock with on in",
     "system user assistant Observation Action Task Your goal is to find the key and open the chest, then eat the food.",
     "go north go east go south go west take the key from the table insert it into the box examine look inventory drop",
-    "You pick up the apple from the ground. You open the wooden door, revealing a kitchen. That's not something you can",
+    "You pick up the apple from the ground. You open the wooden door, revealing a kitchen. That is no verb",
 )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from psrl.data import ChatTokenizer, ReplaySample, load_samples, load_tokenizer
 from psrl.data.samples import check_vocabulary
+from psrl.data.tokenizer import load_model_tokenizer
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.models import NAMED_MODELS, named_model_folder
@@ -86,17 +87,9 @@ def _read_samples(options: ReplayOptions, progress: Progress) -> Sequence[Replay
 
 def _load_tokenizer(options: ReplayOptions, progress: Progress) -> ChatTokenizer:
     """``--tokenizer``, else the model folder's own where it can write ChatML, else bytes."""
-    if options.tokenizer is not None or options.model in TINY_MODELS:
+    if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
-    if (Path(options.model) / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(options.model)
-        if tokenizer.im_start_id is not None and tokenizer.im_end_id is not None:
-            return tokenizer
-    progress.note(
-        f"chat rows are tokenised as bytes: {options.model} has no tokenizer.json with ChatML tokens; name another "
-        "with --tokenizer"
-    )
-    return load_tokenizer(None)
+    return load_model_tokenizer(None if options.model in TINY_MODELS else options.model, progress.note)
 
 
 def _check_mini_batches(samples: Sequence[ReplaySample], mini_batch: int | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from psrl.config import PSRLConfig
 from psrl.data import ReplaySample, load_samples, load_tokenizer
 from psrl.data.samples import check_vocabulary
-from psrl.data.tokenizer import BYTES
+from psrl.data.tokenizer import BYTES, ChatTokenizer, load_model_tokenizer
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.models import NAMED_MODELS, named_model_folder
@@ -113,10 +113,12 @@ def _quietly(run: Callable[[], SFTReport]) -> SFTReport:
 
 
 def _read_samples(options: SFTOptions, folder: Path | None, progress: Progress) -> list[ReplaySample]:
-    source = _tokenizer_source(options, folder)
-    loaded = load_samples(
-        options.files, tokenizer=lambda: load_tokenizer(source), mode=options.mode, limit=options.limit
-    )
+    def tokenizer() -> ChatTokenizer:
+        if options.tokenizer is not None:
+            return load_tokenizer(options.tokenizer)
+        return load_model_tokenizer(None if folder is None else str(folder), progress.note)
+
+    loaded = load_samples(options.files, tokenizer=tokenizer, mode=options.mode, limit=options.limit)
     samples = [sample for sample in loaded.samples if sample.num_targets]
     num_dropped = len(loaded.samples) - len(samples) + len(loaded.rows_without_samples)
     if not samples:
@@ -131,13 +133,6 @@ def _read_samples(options: SFTOptions, folder: Path | None, progress: Progress) 
                     "sample trains only with --sharing on"
                 )
     return samples
-
-
-def _tokenizer_source(options: SFTOptions, folder: Path | None) -> str | None:
-    """``--tokenizer``, else the model's own, else None."""
-    if options.tokenizer is None and folder is not None and (folder / "tokenizer.json").is_file():
-        return str(folder)
-    return options.tokenizer
 
 
 def _run(

@@ -166,24 +166,3 @@ def test_smollm2_answers(monkeypatch, tmp_path):
     generator = Generator(load_model(str(folder), torch.float32), eos_token_ids=[tokenizer.eos_token_id])
     (answer,) = generator.generate([("r", prompt, SamplingParams(temperature=0, max_tokens=20))])
     assert "Paris" in tokenizer.decode(answer.token_ids)
-
-
-def test_a_tiny_chat_model(tmp_path):
-    from psrl.data import load_tokenizer
-    from psrl.models.tiny_chat import VOCAB_SIZE, make_tiny_chat
-
-    make_tiny_chat(tmp_path / "model", hidden=32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert len(tokenizer) == VOCAB_SIZE == AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size
-    text = "héllo\n\t12 €\x00"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    own, built_in = load_tokenizer(str(tmp_path / "model")), load_tokenizer("bytes")
-    assert own.encode(text) == built_in.encode(text)
-    assert (own.im_start_id, own.im_end_id) == (built_in.im_start_id, built_in.im_end_id)
-    chat = [{"role": "user", "content": "a"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert prompt == [256, *b"user\na", 257, *b"\n", 256, *b"assistant\n"]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (257, 258)
-    with pytest.raises(InputError, match="not an empty folder"):
-        make_tiny_chat(tmp_path / "model")

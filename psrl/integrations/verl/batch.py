@@ -77,8 +77,11 @@ def _refuse_unsupported(data: TensorDict) -> None:
         raise UnsupportedError("prefix sharing needs pad_mode=no_padding; set it or set psrl.enable=false")
     if not data["input_ids"].is_nested:
         raise UnsupportedError("prefix sharing needs jagged input_ids (use_remove_padding=true)")
-    for row in data.get("multi_modal_inputs", None) or []:
-        if len(tu.unwrap_non_tensor_data(row) or {}):
+    rows = data.get("multi_modal_inputs", None)
+    # Mappings; where TransferQueue has stacked them, tensordicts, which have no truth value.
+    for row in () if rows is None else rows:
+        values = tu.unwrap_non_tensor_data(row)
+        if values is not None and len(list(values.keys())):
             raise UnsupportedError("prefix sharing does not support multi_modal_inputs; set psrl.enable=false")
 
 

@@ -106,7 +106,7 @@ def max_log_ratio(outputs: dict[str, Any], data: TensorDict) -> float | None:
 def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str, float]:
     """Metrics ``psrl/<phase>/*`` of a phase from the records of its ranks. Empty without any record.
 
-    Tokens and seconds are sums over the phase's calls; tokens are summed over ranks, of seconds the slowest rank counts.
+    Tokens and seconds are sums over the phase's calls; tokens also over ranks, of seconds the slowest rank's count.
     """
     ranks = [records for records in ranks if records]
     if not ranks:

@@ -1,7 +1,7 @@
 """What ``VERL_USE_EXTERNAL_MODULES=psrl.integrations.verl.plugin`` loads into every veRL process.
 
-Importing this module registers the engines, the ``hf`` rollout and, in a process that runs trainers, the trainers; with
-``VERL_PLATFORM=cpu`` it makes the CPU veRL's platform. A failure is reported on stderr whatever the caller does with it.
+Importing this module registers the engines, the ``hf`` rollout and the trainers; with ``VERL_PLATFORM=cpu`` it makes
+the CPU veRL's platform. A failure is reported on stderr whatever the caller does with it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import os
 import sys
 
 from psrl.errors import ConfigError, UnsupportedError
-
-MODULE = __name__
-VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE
 
 
 def require() -> None:
@@ -23,12 +21,12 @@ def require() -> None:
     Raises:
         ConfigError: veRL was told to load other modules only; names the variable.
     """
-    modules = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
-    if MODULE not in modules:
+    value = os.environ.get(PLUGIN_VARIABLE, "")
+    if PLUGIN not in [name.strip() for name in value.split(",")]:
         raise ConfigError(
-            f"{VARIABLE}={os.environ.get(VARIABLE, '')!r} in process {os.getpid()}: veRL would run here without psrl's "
-            f"plug-in. Set it to {MODULE} for every process (psrl train does; on a running Ray cluster, "
-            f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE})"
+            f"{PLUGIN_VARIABLE}={value!r} in process {os.getpid()}: veRL would run here without psrl's plug-in. Set it "
+            f"to {PLUGIN} in every process (psrl train does; for workers of a running Ray cluster, "
+            f"ray_kwargs.ray_init.runtime_env.env_vars.{PLUGIN_VARIABLE})"
         )
 
 
@@ -55,7 +53,7 @@ def _register_trainers() -> None:
 try:
     _load()
 except BaseException as error:
-    print(f"psrl: error: the veRL plug-in {MODULE} does not load: {error!r}", file=sys.stderr, flush=True)
+    print(f"psrl: error: the veRL plug-in {PLUGIN} does not load: {error!r}", file=sys.stderr, flush=True)
     if isinstance(error, ImportError):
-        raise UnsupportedError(f"the veRL plug-in {MODULE} does not load: {error}") from error
+        raise UnsupportedError(f"the veRL plug-in {PLUGIN} does not load: {error}") from error
     raise

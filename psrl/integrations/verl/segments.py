@@ -1,4 +1,4 @@
-"""What the rows of a batch share, as segments: the workload of rows on one cell is the sum over their distinct segments.
+"""What the rows of a batch share, as segments. Rows on one cell cost the sum over their distinct segments.
 
 Shape legend: S rows, V segments, N tokens of all rows, U unique tokens.
 """

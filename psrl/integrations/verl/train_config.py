@@ -18,6 +18,9 @@ from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
 from psrl.integrations.verl.support import check_model
 
+PLUGIN = "psrl.integrations.verl.plugin"
+PLUGIN_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+"""What loads the plug-in where veRL is imported."""
 ENGINE_CONFIG = "psrl.integrations.verl.engine_config.PSRLEngineConfig"
 TRAINER_MODES = {
     "psrl_sync": "sync",
@@ -164,7 +167,7 @@ def _check_engines(job: _Job) -> None:
     for key in job.engines():
         strategy = job.get(f"{key}.strategy")
         if strategy != "megatron":
-            raise ConfigError(f"{key}.strategy must be megatron, got {strategy!r}: prefixes are shared on Megatron only")
+            raise ConfigError(f"{key}.strategy must be megatron, got {strategy!r}: sharing is built on Megatron")
         target = job.get(f"{key}.megatron._target_")
         if target != ENGINE_CONFIG:
             raise ConfigError(f"{key}.megatron._target_ must be {ENGINE_CONFIG}, got {target!r}")
@@ -214,8 +217,8 @@ def _check_rollout(job: _Job) -> None:
     if name in CPU_ROLLOUTS:
         if job.get("trainer.v1.trainer_mode") == "psrl_separate_async":
             raise ConfigError(
-                f"{key}.name={name} runs beside the trainer's workers only: set trainer.v1.trainer_mode to psrl_sync or "
-                "psrl_colocate_async, or use vllm or sglang"
+                f"{key}.name={name} runs beside the trainer's workers: set trainer.v1.trainer_mode to psrl_sync "
+                "or psrl_colocate_async, or use vllm or sglang"
             )
         if job.get(f"{key}.tensor_model_parallel_size") != 1:
             raise ConfigError(f"{key}.tensor_model_parallel_size must be 1 with {key}.name={name}")
@@ -251,7 +254,9 @@ def _check_rows(job: _Job) -> None:
                 f"{num_ranks} data-parallel ranks"
             )
         if job.orchestrator.balance and job.get(f"{key}.shuffle"):
-            raise ConfigError(f"{key}.shuffle=true undoes the placement of samples: set it to false, or psrl.balance=false")
+            raise ConfigError(
+                f"{key}.shuffle=true undoes psrl's placement: set it to false, or psrl.balance=false"
+            )
     batch = job.get("data.train_batch_size")
     if batch < job.get("actor_rollout_ref.actor.ppo_mini_batch_size"):
         raise ConfigError(
@@ -271,8 +276,8 @@ def _check_algorithm(job: _Job) -> None:
     mode, factor = job.get(f"{actor}.loss_agg_mode"), job.get(f"{actor}.loss_scale_factor")
     if job.settings.enable and mode == "seq-mean-token-sum-norm" and factor is None:
         raise ConfigError(
-            f"{actor}.loss_scale_factor is needed with loss_agg_mode={mode}, which otherwise divides by the padded width "
-            "of a micro-batch"
+            f"{actor}.loss_scale_factor is needed with loss_agg_mode={mode}, which otherwise divides by the padded "
+            "width of a micro-batch"
         )
 
 

@@ -1,6 +1,6 @@
 """veRL's trainers with prefix-aware placement, step and branch advantages, and psrl's metrics.
 
-Hooks: ``verl/trainer/ppo/v1/trainer_base.py`` (``PPOTrainer``), registered under psrl's names with ``register_trainer``.
+Hooks: ``verl/trainer/ppo/v1/trainer_base.py`` (``PPOTrainer``); registered under names of their own.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class PSRLTrainerMixin(PPOTrainer):
 
         super()._init_resource_pool_mgr()
         for role, remote in self.role_worker_mapping.items():
-            upstream = remote.__ray_actor_class__.__mro__[1]
-            if upstream in OBSERVED:
-                self.role_worker_mapping[role] = ray.remote(OBSERVED[upstream])
+            self.role_worker_mapping[role] = ray.remote(OBSERVED[remote.__ray_actor_class__])
 
     def on_init_end(self) -> None:
         print(self._startup_line(), flush=True)

@@ -70,7 +70,7 @@ def _field(extra: Mapping[str, Any], name: str, key: RowKey) -> Any:
     value = extra.get(name)
     if value is None:
         raise InputError(
-            f"row {'_'.join(map(str, key))} has no extra_fields.{name}, which psrl.advantage needs: use an agent loop of "
-            "psrl.agents, or set psrl.advantage=grpo"
+            f"row {'_'.join(map(str, key))} has no extra_fields.{name}, which psrl.advantage needs: use an agent loop "
+            "of psrl.agents, or set psrl.advantage=grpo"
         )
     return value

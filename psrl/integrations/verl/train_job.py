@@ -1,0 +1,157 @@
+"""Compose a job, check it, and run veRL's trainer on it with the plug-in in every process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+import psrl
+from psrl.errors import ConfigError, PSRLError
+from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, check_files, validate_job
+
+CONFIG_DIR_VARIABLE = "PSRL_CONFIG_DIR"
+"""Read by the configurations, for the files beside them."""
+_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+def find_config_dir(given: Path | None) -> Path:
+    """
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    candidates = [given] if given else [Path("configs"), Path(psrl.__file__).resolve().parents[1] / "configs"]
+    for folder in candidates:
+        if folder is not None and (folder / "psrl" / "job.yaml").is_file():
+            return folder.resolve()
+    raise ConfigError(
+        f"--config-dir: no psrl/job.yaml in {' or '.join(map(str, candidates))}: give psrl's configs folder or a copy"
+    )
+
+
+@contextlib.contextmanager
+def hydra_errors() -> Iterator[None]:
+    """Hydra's and OmegaConf's errors as ours, with the innermost message, which names the key."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        text = str(error) if str(cause) in str(error) else f"{error}: {cause}"
+        raise ConfigError(text) from error
+
+
+def compose_job(config_dir: Path, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a job.
+
+    Raises:
+        ConfigError: the file, an override or an interpolation is wrong.
+    """
+    with hydra_errors():
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(config_dir), version_base=None, job_name="psrl"):
+            return compose(config_name.removesuffix(".yaml"), overrides=list(overrides))
+
+
+def job_environment(config_dir: Path, config_name: str, overrides: Sequence[str]) -> dict[str, str]:
+    """Environment variables that the file itself and the overrides ask for. veRL reads them when it is imported, which
+    composing the whole job does.
+
+    Raises:
+        ConfigError: there is no such file, or it is no YAML mapping.
+    """
+    path = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
+        raise ConfigError(f"--config-name {config_name}: no such file in {config_dir} (it has: {names})")
+    with hydra_errors():
+        values = OmegaConf.select(OmegaConf.load(path), _ENVIRONMENT) or {}
+        found = {str(key): str(value) for key, value in values.items()}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key.startswith(f"{_ENVIRONMENT}."):
+            found[key.removeprefix(f"{_ENVIRONMENT}.")] = value.strip("'\"")
+    return found
+
+
+def set_environment(variables: dict[str, str], config_dir: Path) -> None:
+    """Put the job's variables into this process; those that are set already win. The plug-in joins other modules."""
+    for name, value in variables.items():
+        if name != PLUGIN_VARIABLE:
+            os.environ.setdefault(name, value)
+    os.environ.setdefault(CONFIG_DIR_VARIABLE, str(config_dir))
+    modules = [name for name in os.environ.get(PLUGIN_VARIABLE, "").split(",") if name]
+    os.environ[PLUGIN_VARIABLE] = ",".join([*modules, *([] if PLUGIN in modules else [PLUGIN])])
+
+
+class PSRLTaskRunner:
+    """veRL's task runner, in a process that has the plug-in or fails with the reason."""
+
+    def run(self, config: DictConfig) -> None:
+        importlib.import_module(PLUGIN).require()
+        from verl.trainer.main_ppo import TaskRunnerV1
+
+        TaskRunnerV1.__ray_actor_class__().run(config)
+
+
+def run_job(config_name: str, config_dir: Path | None, overrides: Sequence[str], *, dry_run: bool = False) -> None:
+    """Run a job to its end.
+
+    Args:
+        config_name: a file of the configuration folder.
+        config_dir: None: ``configs`` in the current folder, else beside the package.
+        overrides: Hydra's.
+        dry_run: check the job and print its configuration instead.
+
+    Raises:
+        ConfigError: the job cannot run; names the key.
+        UnsupportedError: the plug-in does not load here, or the model is not supported.
+    """
+    folder = find_config_dir(config_dir)
+    set_environment(job_environment(folder, config_name, overrides), folder)
+    importlib.import_module(PLUGIN)
+    config = compose_job(folder, config_name, overrides)
+    validate_job(config)
+    with hydra_errors():
+        OmegaConf.resolve(config)  # here, where the environment is the user's
+    if dry_run:
+        print(OmegaConf.to_yaml(config))
+        return
+    check_files(config)
+    with open_dict(config):
+        OmegaConf.update(config, f"{_ENVIRONMENT}.{PLUGIN_VARIABLE}", os.environ[PLUGIN_VARIABLE], force_add=True)
+    _run(config)
+
+
+def _run(config: DictConfig) -> None:
+    import ray
+    from verl.trainer import main_ppo
+
+    main_ppo.auto_set_device(config)
+    try:
+        main_ppo.validate_config(
+            config=config,
+            use_reference_policy=main_ppo.need_reference_policy(config),
+            use_critic=main_ppo.need_critic(config),
+        )
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"veRL refuses the job: {error}") from error
+    try:
+        main_ppo.run_ppo(config, task_runner_class=ray.remote(PSRLTaskRunner))
+    except ray.exceptions.RayTaskError as error:
+        cause: Any = error
+        while isinstance(cause, ray.exceptions.RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, PSRLError):
+            raise type(cause)(str(cause)) from error
+        raise

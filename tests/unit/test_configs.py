@@ -1,0 +1,148 @@
+"""Every configuration composes and is accepted; every mistake is refused before workers start, by name."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from psrl.config import PSRLConfig
+from psrl.errors import ConfigError, PSRLError
+from psrl.integrations.verl.train_config import OrchestratorConfig, split_settings, validate_job
+from psrl.integrations.verl.train_job import check_files, compose_job, find_config_dir, job_environment
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "agents")
+
+
+def compose(name: str, *overrides: str) -> DictConfig:
+    return compose_job(CONFIGS, name, overrides)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_composes_and_is_accepted(name):
+    config = compose(name)
+    settings, orchestrator = validate_job(config)
+    assert settings == PSRLConfig()
+    assert orchestrator.balance
+    OmegaConf.resolve(config)
+    assert config.model_engine == "megatron"
+    assert config.actor_rollout_ref.ref.megatron.forward_only is True
+
+
+def test_every_scale_has_a_configuration():
+    assert NAMES == ["cpu_quickstart", "multi_node_qwen3_moe_235b", "psrl_trainer", "single_node_qwen2.5_1.5b"]
+
+
+def test_the_group_is_complete_and_nothing_else():
+    group = OmegaConf.to_container(compose("psrl_trainer").psrl)
+    assert split_settings(group) == (PSRLConfig(), OrchestratorConfig())
+    assert set(group) == set(PSRLConfig.__dataclass_fields__) | set(OrchestratorConfig.__dataclass_fields__)
+
+
+def test_settings_reach_every_engine():
+    config = compose("cpu_quickstart", "psrl.max_tokens=77", "psrl.enable=false", "algorithm.adv_estimator=gae")
+    settings, _ = validate_job(config)
+    assert (settings.max_tokens, settings.enable) == (77, False)
+    for section in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        assert section.megatron.psrl.max_tokens == 77
+        assert section.megatron.psrl.enable is False
+        assert section.megatron.dtype == "float32"
+
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("+psrl.share=true", "unknown key psrl.share"),
+        ("psrl.max_tokens=0", "psrl.max_tokens must be at least 1"),
+        ("psrl.infer_max_tokens=-4", "psrl.infer_max_tokens must be at least 1"),
+        ("psrl.kv_cache_bytes=0", "psrl.kv_cache_bytes must be at least 1"),
+        ("psrl.kv_cache_fraction=0", "psrl.kv_cache_fraction"),
+        ("psrl.attention_backend=flashy", "psrl.attention_backend"),
+        ("psrl.enable=1", "psrl.enable must be true or false"),
+        ("psrl.grouping=prompt", "psrl.grouping must be one of uid, session, tokens"),
+        ("psrl.balance=maybe", "psrl.balance must be true or false"),
+        ("psrl.advantage=gigpo", "psrl.advantage must be one of grpo, step, branch"),
+        ("psrl.step_anchor=turn", "psrl.step_anchor must be one of step, state"),
+        ("psrl.episode_weight=-1", "psrl.episode_weight"),
+        (f"{A}.megatron.override_transformer_config.hidden_dropout=0.1", f"{A}.megatron.override_.*hidden_dropout is"),
+        ("+actor_rollout_ref.model.override_config.attention_dropout=0.1", "override_config.attention_dropout is 0.1"),
+        (f"{A}.ppo_max_token_len_per_gpu=0", f"{A}.ppo_max_token_len_per_gpu must be at least 1"),
+        (f"{A}.use_dynamic_bsz=false", "psrl.max_tokens is needed"),
+        (f"{A}.strategy=fsdp2", f"{A}.strategy must be megatron"),
+        (f"{A}.megatron._target_=verl.workers.config.McoreEngineConfig", f"{A}.megatron._target_ must be"),
+        (f"{A}.megatron.psrl.max_tokens=5", f"{A}.megatron.psrl differs"),
+        (f"{A}.shuffle=true", f"{A}.shuffle"),
+        (f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor is needed"),
+        (f"{A}.ppo_mini_batch_size=8", "data.train_batch_size=4 is smaller"),
+        (f"{R}.name=vllm", f"{R}.name=vllm needs GPUs"),
+        (f"{R}.name=naive", f"{R}.name must be one of"),
+        (f"{R}.mode=sync", f"{R}.mode must be async"),
+        (f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size must be 1"),
+        ("trainer.v1.trainer_mode=psrl_separate_async", f"{R}.name=hf runs beside"),
+        ("trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode must be one of psrl_sync"),
+        ("trainer.use_v1=false", "trainer.use_v1"),
+        ("trainer.n_gpus_per_node=32", f"{A}.ppo_mini_batch_size: 4 prompts times rollout.n=4 are fewer rows than the 32"),
+        ("trainer.n_gpus_per_node=3", f"{A}.ppo_mini_batch_size: .* do not divide over 3"),
+        (f"{A}.megatron.tensor_model_parallel_size=4", "trainer.n_gpus_per_node .* do not divide"),
+    ],
+)
+def test_mistakes_are_named(override, key):
+    with pytest.raises(PSRLError, match=key):
+        validate_job(compose("cpu_quickstart", override))
+
+
+def test_step_advantages_need_grpo():
+    with pytest.raises(ConfigError, match=r"psrl.advantage=step .*algorithm.adv_estimator=grpo"):
+        validate_job(compose("cpu_quickstart", "psrl.advantage=step", "algorithm.adv_estimator=gae"))
+
+
+def test_a_job_without_the_group_is_refused():
+    config = compose("cpu_quickstart")
+    with pytest.raises(ConfigError, match="no psrl group"):
+        validate_job(OmegaConf.masked_copy(config, [key for key in config if key != "psrl"]))
+
+
+def test_a_key_that_does_not_exist_is_named():
+    with pytest.raises(ConfigError, match="shares"):
+        compose("cpu_quickstart", "psrl.shares=true")
+
+
+def test_a_local_model_is_checked(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "attention_dropout": 0.1}')
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path: .*attention_dropout=0.1"):
+        validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(PSRLError, match="model_type 'gpt2' is not supported"):
+        validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}"))
+
+
+def test_missing_files_are_named(tmp_path):
+    config = compose("cpu_quickstart", f"job_dir={tmp_path}")
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path=.*no such folder"):
+        check_files(config)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=r"data.train_files=.*no such file"):
+        check_files(config)
+
+
+def test_environment_of_a_job():
+    found = job_environment(CONFIGS, "cpu_quickstart", ["+ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='2'"])
+    assert found == {
+        "VERL_PLATFORM": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "2",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with pytest.raises(ConfigError, match=r"--config-name nothing: no such file .*cpu_quickstart"):
+        job_environment(CONFIGS, "nothing", [])
+
+
+def test_configuration_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config_dir(None) == CONFIGS
+    with pytest.raises(ConfigError, match="--config-dir"):
+        find_config_dir(tmp_path)
