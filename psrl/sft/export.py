@@ -45,7 +45,9 @@ def write_model(out: Path, source: Path, tokenizer: Path | None, weights: Mappin
     try:
         staging = Path(tempfile.mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))
         try:
-            shutil.copytree(source, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHTS, ".*"))
+            shutil.copytree(
+                source, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHTS, "README*", ".*")
+            )
             if tokenizer is not None:
                 folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
                 for file in folder.glob("*token*"):

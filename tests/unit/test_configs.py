@@ -84,7 +84,10 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("trainer.v1.trainer_mode=psrl_separate_async", f"{R}.name=hf runs beside"),
         ("trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode must be one of psrl_sync"),
         ("trainer.use_v1=false", "trainer.use_v1"),
-        ("trainer.n_gpus_per_node=32", f"{A}.ppo_mini_batch_size: 4 prompts times rollout.n=4 are fewer rows than the 32"),
+        (
+            "trainer.n_gpus_per_node=32",
+            f"{A}.ppo_mini_batch_size: 4 prompts times rollout.n=4 are fewer rows than the 32",
+        ),
         ("trainer.n_gpus_per_node=3", f"{A}.ppo_mini_batch_size: .* do not divide over 3"),
         (f"{A}.megatron.tensor_model_parallel_size=4", "trainer.n_gpus_per_node .* do not divide"),
     ],
@@ -129,7 +132,9 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_environment_of_a_job():
-    found = job_environment(CONFIGS, "cpu_quickstart", ["+ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='2'"])
+    found = job_environment(
+        CONFIGS, "cpu_quickstart", ["+ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='2'"]
+    )
     assert found == {
         "VERL_PLATFORM": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -254,9 +254,7 @@ def _check_rows(job: _Job) -> None:
                 f"{num_ranks} data-parallel ranks"
             )
         if job.orchestrator.balance and job.get(f"{key}.shuffle"):
-            raise ConfigError(
-                f"{key}.shuffle=true undoes psrl's placement: set it to false, or psrl.balance=false"
-            )
+            raise ConfigError(f"{key}.shuffle=true undoes psrl's placement: set it to false, or psrl.balance=false")
     batch = job.get("data.train_batch_size")
     if batch < job.get("actor_rollout_ref.actor.ppo_mini_batch_size"):
         raise ConfigError(

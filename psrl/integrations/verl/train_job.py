@@ -15,7 +15,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-import psrl
 from psrl.errors import ConfigError, PSRLError
 from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, check_files, validate_job
 
@@ -29,7 +28,7 @@ def find_config_dir(given: Path | None) -> Path:
     Raises:
         ConfigError: there is no such folder.
     """
-    candidates = [given] if given else [Path("configs"), Path(psrl.__file__).resolve().parents[1] / "configs"]
+    candidates = [given] if given else [Path("configs"), Path(__file__).resolve().parents[3] / "configs"]
     for folder in candidates:
         if folder is not None and (folder / "psrl" / "job.yaml").is_file():
             return folder.resolve()

@@ -21,6 +21,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
 
@@ -111,7 +112,7 @@ class PSRLTrainerMixin(PPOTrainer):
         batch = upsample_batch_to_divisible_size(batch, multiple, self.tokenizer.eos_token_id)
         start = time.perf_counter()
         keys = [RowKey.parse(key) for key in batch.keys]
-        is_padding_S = np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
+        is_padding_S = _is_padding(batch)
         segments = self._segments(batch, keys, is_padding_S)
         cells = Cells.of(len(batch), num_ranks, self._mini_batch_rows())
         before_S = _upstream_order([tag["seq_len"] for tag in batch.tags], num_ranks)
@@ -149,8 +150,9 @@ class PSRLTrainerMixin(PPOTrainer):
             partition_id=batch.partition_id,
             select_fields=["advantages", "response_mask", "extra_fields"],
         )
-        is_padding_S = np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
-        own_S = self._level_advantages(batch.keys, data["extra_fields"].tolist(), is_padding_S)
+        extra_fields = [tu.unwrap_non_tensor_data(row) for row in data["extra_fields"]]
+        is_padding_S = _is_padding(batch)
+        own_S = self._level_advantages(batch.keys, extra_fields, is_padding_S)
         mask = data["response_mask"]
         trajectory = torch.nested.to_padded_tensor(data["advantages"], 0.0)
         padded_mask = torch.nested.to_padded_tensor(mask, 0).to(trajectory.dtype)
@@ -212,6 +214,11 @@ class PSRLTrainerMixin(PPOTrainer):
         if self.psrl.log:
             ranks: list[list[PassRecord]] = [records.get(role, []) for records in group.psrl_records()]
             metrics.update(phase_metrics(phase, ranks))
+
+
+def _is_padding(batch: KVBatchMeta) -> np.ndarray:
+    """[S] rows that veRL added to fill the batch up; their extra_fields are copies of another row's."""
+    return np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
 
 
 def _upstream_order(seqlens: list[int], num_ranks: int) -> IntArray:
