@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -50,54 +49,53 @@ def edge_log_probs(
 
 
 class _EdgeLogProbs(torch.autograd.Function):
+    """Keeps normalised probabilities for the backward. ``exp(log_softmax)`` would not do: rounding a log-prob of -20 to
+    float32 moves the whole row's sum away from 1, an error that the output layer multiplies by the mean of its rows.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, z_RV: Tensor, rows_E: Tensor, labels_E: Tensor, shard: VocabShard, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        if shard.group is None:
-            log_p_RV = F.log_softmax(z_RV, dim=-1)
-            log_probs_E = log_p_RV[rows_E, labels_E]
-        else:
-            log_p_RV = z_RV - _sharded_logsumexp(z_RV, shard.group).unsqueeze(-1)
-            local_E = labels_E - shard.start
-            inside_E = (local_E >= 0) & (local_E < z_RV.shape[-1])
-            log_probs_E = torch.where(inside_E, log_p_RV[rows_E, local_E.clamp(0, z_RV.shape[-1] - 1)], 0.0)
+        top_R = z_RV.max(-1).values
+        if shard.group is not None:
+            dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=shard.group)
+        shifted_RV = z_RV - top_R.unsqueeze(-1)
+        local_E, inside_E = _local_labels(labels_E, shard, z_RV.shape[-1])
+        log_probs_E = torch.where(inside_E, shifted_RV[rows_E, local_E], 0.0)
+        p_RV = shifted_RV.exp_()
+        total_R = p_RV.sum(-1)
+        if shard.group is not None:
+            dist.all_reduce(total_R, group=shard.group)
             dist.all_reduce(log_probs_E, group=shard.group)
-        entropy_R = z_RV.new_zeros(len(z_RV))
+        log_probs_E = log_probs_E - total_R.log()[rows_E]
+        p_RV /= total_R.unsqueeze(-1)
+        entropy_R = torch.zeros_like(total_R)
         if with_entropy:
-            entropy_R = _negative_p_log_p(log_p_RV).sum(-1)
+            entropy_R = -torch.special.xlogy(p_RV, p_RV).sum(-1)
             if shard.group is not None:
                 dist.all_reduce(entropy_R, group=shard.group)
-        ctx.save_for_backward(log_p_RV, rows_E, labels_E, entropy_R)
+        ctx.save_for_backward(p_RV, rows_E, labels_E, entropy_R)
         ctx.shard, ctx.with_entropy = shard, with_entropy
         return log_probs_E, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         d_log_probs_E, d_entropy_R = grad_outputs
-        log_p_RV, rows_E, labels_E, entropy_R = ctx.saved_tensors
+        p_RV, rows_E, labels_E, entropy_R = ctx.saved_tensors
         weight_R = torch.zeros_like(entropy_R).index_put_((rows_E,), d_log_probs_E, accumulate=True)
-        p_RV = log_p_RV.exp()
         if ctx.with_entropy:
             # d entropy / d z_j = -p_j (log p_j + entropy)
-            dz_RV = _negative_p_log_p(log_p_RV).mul_(d_entropy_R.unsqueeze(-1))
+            dz_RV = torch.special.xlogy(p_RV, p_RV).mul_(-d_entropy_R.unsqueeze(-1))
             dz_RV -= p_RV * (weight_R + entropy_R * d_entropy_R).unsqueeze(-1)
         else:
-            dz_RV = p_RV.mul_(-weight_R.unsqueeze(-1))
-        local_E = labels_E - ctx.shard.start
-        inside_E = (local_E >= 0) & (local_E < log_p_RV.shape[-1])
-        dz_RV.index_put_((rows_E[inside_E], local_E[inside_E]), d_log_probs_E[inside_E], accumulate=True)
+            dz_RV = p_RV * -weight_R.unsqueeze(-1)
+        local_E, inside_E = _local_labels(labels_E, ctx.shard, p_RV.shape[-1])
+        dz_RV.index_put_((rows_E, local_E), torch.where(inside_E, d_log_probs_E, 0.0), accumulate=True)
         return dz_RV, None, None, None, None
 
 
-def _negative_p_log_p(log_p_RV: Tensor) -> Tensor:
-    """-p log p, 0 where p is 0."""
-    return log_p_RV.exp().mul_(log_p_RV.clamp_min(torch.finfo(log_p_RV.dtype).min)).neg_()
-
-
-def _sharded_logsumexp(z_RV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    top_R = z_RV.max(-1).values
-    dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=group)
-    total_R = (z_RV - top_R.unsqueeze(-1)).exp_().sum(-1)
-    dist.all_reduce(total_R, group=group)
-    return total_R.log_().add_(top_R)
+def _local_labels(labels_E: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, Tensor]:
+    """Each label's column on this rank (clamped into it), and whether it is really there."""
+    local_E = labels_E - shard.start
+    return local_E.clamp(0, size - 1), (local_E >= 0) & (local_E < size)

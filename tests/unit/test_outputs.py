@@ -33,6 +33,17 @@ def test_edge_log_probs_equal_autograd(with_entropy):
     assert entropy is None if not with_entropy else torch.allclose(entropy, want_entropy, atol=1e-14)
 
 
+def test_gradients_of_a_row_sum_to_zero_in_float32():
+    """Probabilities are normalised, not exponentials of rounded log-probs: the error would be 1e-6 and of one sign."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, 50_000) + 20).requires_grad_()
+    rows, labels = torch.arange(64), torch.randint(0, 50_000, (64,))
+    log_probs, _ = edge_log_probs(logits, None, rows, labels, shard=WHOLE, with_entropy=False)
+    (grad,) = torch.autograd.grad(log_probs.sum(), logits)
+    assert grad.double().sum(-1).abs().max() < 3e-7
+    assert torch.allclose(log_probs.double(), logits.double().log_softmax(-1)[rows, labels], rtol=1e-6)
+
+
 def test_impossible_tokens_have_no_nan():
     logits = torch.tensor([[0.0, -torch.inf, 1.0]], requires_grad=True)
     log_probs, entropy = edge_log_probs(

@@ -20,6 +20,13 @@ from psrl.grouping import Placement, SemanticGroup, place_groups
 from psrl.integrations.verl.segments import Segments
 from psrl.types import FloatArray, IntArray
 
+_WORTH_SPLITTING = 1.02
+"""Imbalance below which no group is split to lower it."""
+
+
+_SIMILAR = 0.97
+"""Cells of which the lighter has at least this share of the heavier's work may run at the same time."""
+
 
 class RowKey(NamedTuple):
     """A row's key in TransferQueue: ``{uid}_{session}_{index}``."""
@@ -76,6 +83,11 @@ class RowPlacement:
     workload: float
     """Effective workload of all cells."""
 
+    @property
+    def critical_path(self) -> float:
+        """Workload on the busiest rank of every mini-batch, summed, times the number of ranks."""
+        return self.imbalance * self.workload
+
 
 def place_rows(
     keys: Sequence[RowKey],
@@ -100,16 +112,21 @@ def place_rows(
     """
     everything = np.arange(len(keys), dtype=np.int64)
     parts = [everything] if mini_batches is None else list(mini_batches)
-    chosen: list[list[IntArray]] = []
+    num_cells = cells.num_ranks * (cells.num_mini_batches if mini_batches is None else 1)
+    placed: list[list[IntArray]] = []
     for rows in parts:
-        num_cells = cells.num_ranks * (cells.num_mini_batches if mini_batches is None else 1)
         placement = _place(keys, is_padding_S, segments, rows, num_cells, cells.rows_per_cell, grouping)
-        found = [rows[cell] for cell in placement.cells]
-        if split_groups:
-            found = _balance(found, segments)
-        chosen += _mini_batches(found, segments, cells.num_ranks)
-    grid = _assign_ranks(chosen, segments, cells)
-    return evaluate(keys, is_padding_S, segments, cells, grid.reshape(-1), grouping)
+        placed.append([rows[cell] for cell in placement.cells])
+
+    def finish(parts_of_cells: list[list[IntArray]]) -> RowPlacement:
+        grid = np.concatenate([_schedule(found, segments, cells.num_ranks) for found in parts_of_cells], axis=1)
+        return evaluate(keys, is_padding_S, segments, cells, grid.reshape(-1), grouping)
+
+    whole = finish(placed)
+    if not split_groups or whole.imbalance < _WORTH_SPLITTING:
+        return whole
+    split = finish([_balance(found, segments) for found in placed])
+    return split if split.critical_path < 0.99 * whole.critical_path else whole
 
 
 def evaluate(
@@ -222,29 +239,47 @@ def _best_swap(
     return found
 
 
-def _mini_batches(cells: list[IntArray], segments: Segments, num_ranks: int) -> list[list[IntArray]]:
-    """Cells of similar workload run at the same time. Mini-batches are then ordered by their first row."""
-    loads = [segments.workload(cell) for cell in cells]
-    by_load = sorted(range(len(cells)), key=lambda cell: -loads[cell])
-    found = [[cells[c] for c in by_load[i : i + num_ranks]] for i in range(0, len(cells), num_ranks)]
-    return sorted(found, key=lambda mini_batch: min(int(cell.min()) for cell in mini_batch))
+def _schedule(cells: list[IntArray], segments: Segments, num_ranks: int) -> IntArray:
+    """[ranks, mini-batches, rows] when and where each cell runs.
+
+    Cells of similar workload run at the same time. Among those, a rank gets what shares most with its other cells:
+    forward-only phases run all rows of a rank together. Mini-batches are ordered by their first row.
+    """
+    work = [segments.workload(cell) for cell in cells]
+    owned = [segments.of(cell) for cell in cells]
+    waiting = sorted(range(len(cells)), key=lambda cell: -work[cell])
+    held_RV = np.zeros((num_ranks, len(segments.weight_V)), dtype=bool)
+    columns: list[list[IntArray]] = []
+    while waiting:
+        similar = [cell for cell in waiting[: 4 * num_ranks] if work[cell] >= _SIMILAR * work[waiting[0]]]
+        candidates = similar if len(similar) >= num_ranks else waiting[:num_ranks]
+        column: dict[int, int] = {}
+        while len(column) < num_ranks:
+            free = [rank for rank in range(num_ranks) if rank not in column]
+            rank, cell = _best_pair(segments, held_RV, owned, free, candidates)
+            column[rank] = cell
+            candidates = [c for c in candidates if c != cell]
+            waiting.remove(cell)
+            held_RV[rank, owned[cell]] = True
+        columns.append([cells[column[rank]] for rank in range(num_ranks)])
+    columns.sort(key=lambda column: min(int(cell.min()) for cell in column))
+    return np.stack([np.stack(column) for column in columns], axis=1)
 
 
-def _assign_ranks(mini_batches: list[list[IntArray]], segments: Segments, cells: Cells) -> IntArray:
-    """[ranks, mini-batches, rows] the cells of every mini-batch on ranks that hold what they share: forward-only phases
-    run all rows of a rank together."""
-    grid = np.empty((cells.num_ranks, cells.num_mini_batches, cells.rows_per_cell), dtype=np.int64)
-    held: list[IntArray] = [np.empty(0, dtype=np.int64)] * cells.num_ranks
-    for index, mini_batch in enumerate(mini_batches):
-        free = list(range(cells.num_ranks))
-        for cell in sorted(mini_batch, key=lambda c: -segments.workload(c)):
-            added = {rank: segments.workload(np.concatenate([held[rank], cell])) for rank in free}
-            alone = {rank: segments.workload(held[rank]) for rank in free}
-            rank = min(free, key=lambda r: (round(added[r] - alone[r], 6), alone[r]))
-            grid[rank, index] = cell
-            held[rank] = np.concatenate([held[rank], cell])
-            free.remove(rank)
-    return grid
+def _best_pair(
+    segments: Segments, held_RV: np.ndarray, owned: list[IntArray], free: list[int], candidates: list[int]
+) -> tuple[int, int]:
+    """Rank and cell that share most, less what the cell shares with any other rank; then the rank with least work."""
+    shared_CR = np.array([held_RV[:, owned[cell]] @ segments.weight_V[owned[cell]] for cell in candidates])
+    work_R = held_RV @ segments.weight_V
+
+    def value(pair: tuple[int, int]) -> tuple[float, float]:
+        index, rank = pair
+        others = np.delete(shared_CR[index], rank)
+        return float(shared_CR[index, rank] - others.max(initial=0.0)), -float(work_R[rank])
+
+    index, rank = max(((index, rank) for rank in free for index in range(len(candidates))), key=value)
+    return rank, candidates[index]
 
 
 def upstream_mini_batches(order_S: IntArray, cells: Cells) -> list[IntArray]:

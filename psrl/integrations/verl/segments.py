@@ -30,10 +30,13 @@ class Segments:
 
     def workload(self, rows: IntArray) -> float:
         """Effective workload of some rows that share one cell."""
+        return float(self.weight_V[self.of(rows)].sum())
+
+    def of(self, rows: IntArray) -> IntArray:
+        """Distinct segments of some rows, ascending."""
         if not len(rows):
-            return 0.0
-        held = np.unique(np.concatenate([self.rows[row] for row in rows.tolist()]))
-        return float(self.weight_V[held].sum())
+            return np.empty(0, dtype=np.int64)
+        return np.unique(np.concatenate([self.rows[row] for row in rows.tolist()]))
 
 
 def _work(begin: FloatArray, end: FloatArray) -> FloatArray:

@@ -138,11 +138,14 @@ def _run(config: DictConfig) -> None:
 
     main_ppo.auto_set_device(config)
     try:
-        main_ppo.validate_config(
-            config=config,
-            use_reference_policy=main_ppo.need_reference_policy(config),
-            use_critic=main_ppo.need_critic(config),
-        )
+        with hydra_errors():
+            main_ppo.validate_config(
+                config=config,
+                use_reference_policy=main_ppo.need_reference_policy(config),
+                use_critic=main_ppo.need_critic(config),
+            )
+    except PSRLError:
+        raise
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"veRL refuses the job: {error}") from error
     try:

@@ -1,0 +1,55 @@
+"""The plug-in is in a process, or the process fails with the reason."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLUGIN = "psrl.integrations.verl.plugin"
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={**kept, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_plugin_registers_everything():
+    code = """
+import verl
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+modes = [get_trainer_cls(f"psrl_{mode}").upstream_mode for mode in ("sync", "colocate_async", "separate_async")]
+print(modes, get_device_name(), ("hf", "async") in _ROLLOUT_REGISTRY)
+from psrl.integrations.verl.trainer_workers import PSRLTrainingWorker
+"""
+    done = run(code, VERL_USE_EXTERNAL_MODULES=PLUGIN, VERL_PLATFORM="cpu")
+    assert done.returncode == 0, done.stderr
+    assert "['sync', 'colocate_async', 'separate_async'] cpu True" in done.stdout
+
+
+def test_a_worker_without_the_plugin_fails_with_the_reason():
+    done = run("import psrl.integrations.verl.trainer_workers", VERL_PLATFORM="cpu")
+    assert done.returncode != 0
+    assert "VERL_USE_EXTERNAL_MODULES='' in process" in done.stderr
+    assert f"Set it to {PLUGIN} in every process" in done.stderr
+
+
+def test_a_plugin_that_does_not_load_says_why():
+    code = """
+import sys
+sys.modules["megatron.core"] = None
+import verl
+"""
+    done = run(code, VERL_USE_EXTERNAL_MODULES=PLUGIN, VERL_PLATFORM="cpu")
+    assert done.returncode != 0
+    assert f"psrl: error: the veRL plug-in {PLUGIN} does not load" in done.stderr

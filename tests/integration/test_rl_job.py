@@ -1,0 +1,107 @@
+"""The whole job: two Megatron workers under Ray, the hf rollout and text games, on a CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from psrl.models.tiny_chat import make_tiny_chat
+
+pytest.importorskip("textworld")
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MAX_SECONDS = 900
+
+
+def launch(arguments: list[str], folder: Path, **environment: str) -> str:
+    """Output of a command in its own process group, which is ended with it."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM")}
+    with (folder / "job.log").open("w+") as log:
+        job = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = job.wait(timeout=MAX_SECONDS)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+        log.seek(0)
+        output = log.read()
+    assert code == 0, output[-8000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    make_tiny_chat(folder / "model", hidden=32)
+    data = ["psrl.agents.dataset", "textworld", "--out", str(folder / "data"), "--train", "4", "--val", "1"]
+    launch(data, folder)
+    return folder
+
+
+def train(assets: Path, folder: Path, *overrides: str) -> tuple[list[dict[str, float]], str]:
+    """Metrics of every step, and what the job printed."""
+    folder.mkdir(exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    output = launch(
+        [
+            "psrl.cli.main", "train", "--config-name", "cpu_quickstart", f"job_dir={assets}",
+            "trainer.logger=[console,file]", "trainer.total_training_steps=2",
+            f"trainer.default_local_dir={folder}/checkpoints", *overrides,
+        ],
+        folder,
+        VERL_FILE_LOGGER_PATH=str(metrics),
+    )  # fmt: skip
+    return [json.loads(line)["data"] for line in metrics.read_text().splitlines()], output
+
+
+def test_two_steps(assets, tmp_path):
+    steps, output = train(assets, tmp_path / "run")
+    assert len(steps) == 2
+    assert (
+        "psrl: sharing prefixes in update, old log-prob, reference; Megatron on cpu (float32), 2 data-parallel"
+        in output
+    )
+    for step in steps:
+        rows = step["psrl/placement/rows"]
+        for phase in ("old_log_prob", "ref", "update"):
+            assert step[f"psrl/{phase}/samples"] == rows  # every row once
+            assert step[f"psrl/{phase}/tokens"] == step["psrl/tokens"]
+            assert step[f"psrl/{phase}/unique_tokens"] < step["psrl/tokens"]
+            assert step[f"psrl/{phase}/load_imbalance"] >= 1.0
+        assert step["psrl/load_imbalance/after"] <= step["psrl/load_imbalance/before"]
+        assert step["psrl/prefix_match_rate"] > 0.3
+        assert step["psrl/ideal_speedup"] > 1.3
+        assert step["psrl/first_log_ratio"] <= 1e-5
+        assert step["psrl/spine_tokens"] >= 0
+        assert step["psrl/kv_bytes_peak"] >= 0
+        assert 0 < step["psrl/planning_seconds"] < step["timing_s/step"]
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_step_advantages_on_kept_mini_batches_with_a_small_budget(assets, tmp_path):
+    steps, output = train(
+        assets,
+        tmp_path / "run",
+        "psrl.advantage=step",
+        "psrl.keep_minibatch=true",
+        "psrl.max_tokens=600",
+        "psrl.infer_max_tokens=300",
+        "trainer.total_training_steps=1",
+    )
+    assert "micro-batches of 600 tokens (forward only 300)" in output
+    assert "psrl/advantage/level_std" in steps[0]
+    assert steps[0]["psrl/old_log_prob/spine_tokens"] > 0
+    assert steps[0]["psrl/kv_bytes_peak"] > 0
+    assert steps[0]["psrl/first_log_ratio"] <= 1e-5

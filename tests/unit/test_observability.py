@@ -1,0 +1,55 @@
+"""Records of the ranks' engines as metrics."""
+
+import pytest
+
+from psrl.integrations.verl.observability import PassRecord, headline_metrics, phase_metrics
+
+
+def record(tokens: int, unique: int, **values: float) -> PassRecord:
+    fields = {
+        "num_samples": 2, "spine_tokens": 1, "kv_bytes_peak": 10, "flops_unshared": 4.0 * tokens,
+        "flops_shared": 4.0 * unique, "planning_seconds": 0.1, "seconds": 1.0, "max_log_ratio": None,
+    }  # fmt: skip
+    return PassRecord(num_tokens=tokens, unique_tokens=unique, **{**fields, **values})
+
+
+def test_a_phase_over_ranks_and_mini_batches():
+    ranks = [
+        [record(100, 40, max_log_ratio=1e-7), record(100, 20, max_log_ratio=0.5)],
+        [record(100, 10, max_log_ratio=3e-7, kv_bytes_peak=30), record(100, 10, max_log_ratio=0.7)],
+    ]
+    metrics = phase_metrics("update", ranks)
+    assert metrics == {
+        "psrl/update/samples": 8.0,
+        "psrl/update/tokens": 400.0,
+        "psrl/update/unique_tokens": 80.0,
+        "psrl/update/spine_tokens": 4.0,
+        "psrl/update/prefix_match_rate": pytest.approx(0.8),
+        "psrl/update/kv_bytes_peak": 30.0,
+        "psrl/update/planning_seconds": pytest.approx(0.2),
+        "psrl/update/seconds": 2.0,
+        "psrl/update/ideal_speedup": pytest.approx(5.0),
+        "psrl/update/load_imbalance": pytest.approx(1.5),
+        "psrl/update/first_log_ratio": 3e-7,
+    }
+    assert headline_metrics({**metrics, **phase_metrics("ref", [[record(10, 10, kv_bytes_peak=99)]])}) == {
+        "psrl/prefix_match_rate": pytest.approx(0.8),
+        "psrl/tokens": 400.0,
+        "psrl/unique_tokens": 80.0,
+        "psrl/spine_tokens": 4.0,
+        "psrl/ideal_speedup": pytest.approx(5.0),
+        "psrl/first_log_ratio": 3e-7,
+        "psrl/kv_bytes_peak": 99.0,
+        "psrl/planning_seconds": pytest.approx(0.3),
+    }
+
+
+def test_ranks_without_outputs_and_phases_that_did_not_run():
+    assert phase_metrics("ref", [[], []]) == {}
+    assert phase_metrics("ref", [[], [record(10, 5)]])["psrl/ref/load_imbalance"] == 1.0
+
+
+def test_without_sharing_there_is_no_speedup():
+    metrics = phase_metrics("update", [[record(10, 10, flops_shared=0.0, flops_unshared=0.0)]])
+    assert "psrl/update/ideal_speedup" not in metrics
+    assert metrics["psrl/update/prefix_match_rate"] == 0.0
