@@ -279,8 +279,8 @@ def test_a_coupled_loss_is_noticed(worker):
 
 def test_no_target_at_all(worker):
     rows = [Row([5, 6, 7], [0, 0, 0]), Row([5, 6], [0, 0])]
-    for budget in (1, 1000):
-        outcome = run_update(worker(), rows, ppo_loss_fn(), max_tokens=budget)
+    for budget, loss_mode in ((1, "vanilla"), (1000, "vanilla"), (1, "geo_mean")):
+        outcome = run_update(worker(), rows, ppo_loss_fn(loss_mode), max_tokens=budget)
         assert outcome.loss == 0.0 and all(not grad.any() for grad in outcome.grads.values())
 
 

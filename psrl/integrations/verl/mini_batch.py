@@ -67,8 +67,9 @@ class MiniBatchRun:
         A mini-batch without any target has loss 0 and zero gradients; upstream divides 0 by 0.
         """
         assert self._loss_function is not None
+        has_targets = tu.get_non_tensor_data(self._rows.data, key="batch_num_tokens", default=0) > 0
         scope = resolve_loss_scope(self._engine.psrl_config.loss_scope, self._loss_function, self._rows.data)
-        if scope == "mini_batch":
+        if scope == "mini_batch" and has_targets:
             ledger = self._run_forward()
             ledger.complete(None, self._evaluate)
             loss = ledger.loss_sum
@@ -87,7 +88,6 @@ class MiniBatchRun:
 
         self._run(plan, on_edges)
         loss = 0.0
-        has_targets = tu.get_non_tensor_data(self._rows.data, key="batch_num_tokens", default=0) > 0
         if has_targets and mpu.is_pipeline_last_stage(ignore_virtual=True):
             # Once more on the whole mini-batch: metrics that do not depend on the plan, and proof that the loss is a
             # sum over samples.
