@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -50,7 +51,7 @@ def make_tiny_chat(
             show_progress=False,
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token=SPECIAL_TOKENS[2], pad_token=SPECIAL_TOKENS[0], chat_template=CHAT_TEMPLATE
     )
     config = Qwen2Config(
@@ -75,7 +76,7 @@ def make_tiny_chat(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m psrl.models.tiny_chat", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m psrl.models.tiny_chat", description="A tiny random chat model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default 64)")
     parser.add_argument("--layers", type=int, default=2, help="layers (default 2)")

@@ -14,6 +14,7 @@ from psrl.data.tokenizer import load_model_tokenizer
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.models import NAMED_MODELS, named_model_folder
+from psrl.replay.checkpoint import check_weights
 from psrl.replay.model import (
     ReplayModel,
     check_model_folder,
@@ -130,6 +131,8 @@ def _run(
 
     names = {"on": (SHARED,), "off": (UNSHARED,), "both": (SHARED, UNSHARED)}[options.sharing]
     sides: list[Side] = []
+    if options.model not in TINY_MODELS:
+        check_weights(Path(options.model))
     model = _prepare_model(options, samples, vocab_size, scratch)
     for name in names:
         with progress.task("building the model", name):

@@ -12,12 +12,14 @@ from typing import Any
 from psrl.errors import InputError, UnsupportedError
 from psrl.integrations.verl.support import check_model
 from psrl.models import NAMED_MODELS
+from psrl.replay.checkpoint import INDEX
 from psrl.replay.options import TINY_MODELS, TinyModel
 
 MAX_VOCAB = 262_144
 """Largest vocabulary of a random model."""
 _MIN_VOCAB, _VOCAB_MULTIPLE = 512, 128
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ def check_model_folder(model: str) -> int:
         InputError: files are missing or broken.
         UnsupportedError: the architecture, or an option of it, cannot be replayed; names it.
     """
+    if not model:
+        raise InputError(f"--model is empty: name a folder, or {' or '.join((*TINY_MODELS, *NAMED_MODELS))}")
     folder = Path(model)
     if not folder.is_dir():
         raise InputError(f"--model {model}: no such folder (or use {' or '.join((*TINY_MODELS, *NAMED_MODELS))})")
@@ -47,7 +51,7 @@ def check_model_folder(model: str) -> int:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot read the file: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: broken JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: expected a JSON object")
@@ -56,12 +60,26 @@ def check_model_folder(model: str) -> int:
     except UnsupportedError as error:
         raise UnsupportedError(f"{path}: unsupported model: {error}") from error
     _refuse_options(path, config)
-    if not any((folder / name).is_file() for name in _WEIGHTS):
-        raise InputError(f"{folder}: no weights: expected {' or '.join(_WEIGHTS[:2])}")
-    vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise InputError(f"{path}: vocab_size must be a positive integer, got {vocab_size!r}")
-    return vocab_size
+    _check_sizes(path, config)
+    if not any(folder.glob("*.safetensors")) and not (folder / INDEX).is_file():
+        raise InputError(f"{folder}: no weights: expected model.safetensors or {INDEX}")
+    return config["vocab_size"]
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    for name in ("vocab_size", *(n for n in (*_SIZES, *_OPTIONAL_SIZES) if n in config)):
+        value = config.get(name)
+        if value is None and name in _OPTIONAL_SIZES:
+            continue
+        if type(value) is not int or value < 1:
+            raise InputError(f"{path}: {name} must be a positive integer, got {value!r}")
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise InputError(f"{path}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
+    hidden = config.get("hidden_size")
+    if heads and hidden and not config.get("head_dim") and hidden % heads:
+        raise InputError(f"{path}: hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
 
 
 def _refuse_options(path: Path, config: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from psrl.data.tokenizer import BYTES, ChatTokenizer, load_model_tokenizer
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.models import NAMED_MODELS, named_model_folder
+from psrl.replay.checkpoint import check_weights
 from psrl.replay.model import check_model_folder, make_placeholder_tokenizer, make_random_model, vocabulary_for
 from psrl.replay.options import TINY_MODELS, TinyModel
 from psrl.replay.output import check_targets, write_json
@@ -151,6 +152,8 @@ def _run(
         vocab_size = vocabulary_for(int(largest.input_ids_N.max()), largest.where)
         longest = max(int(sample.position_ids_N.max()) for sample in samples)
         make_random_model(options.model, TinyModel(), vocab_size, options.seed, longest, folder)
+    else:
+        check_weights(folder)
     make_placeholder_tokenizer(scratch / "tokenizer")
     batches = [epoch_batches(samples, options.batch, options.seed, epoch) for epoch in range(options.epochs)]
     progress.add(sum(map(len, batches)))

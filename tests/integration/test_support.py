@@ -107,3 +107,17 @@ def test_a_model_whose_biases_the_bridge_drops_is_refused():
     for name in ("attention_bias", "mlp_bias"):
         with pytest.raises(UnsupportedError, match=f"{name}=True"):
             check_model(LlamaConfig(**{name: True}))
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_another_activation_is_refused(config: type):
+    check_model(config(hidden_act="silu"))
+    check_model(config(hidden_act="swish"))
+    for name in ("gelu", "relu"):
+        with pytest.raises(UnsupportedError, match=f"hidden_act='{name}'"):
+            check_model(config(hidden_act=name))
+
+
+def test_quantized_weights_are_refused():
+    with pytest.raises(UnsupportedError, match="quantization_config"):
+        check_model(changed(Qwen2Config(), quantization_config={"quant_method": "gptq", "bits": 4}))

@@ -179,6 +179,8 @@ def test_options_are_checked_without_a_command_line():
 def test_missing_model(good: Path, tmp_path: Path):
     message = error_of(good, "--model", tmp_path / "gone")
     assert message == f"--model {tmp_path / 'gone'}: no such folder (or use tiny-qwen2 or tiny-qwen3 or smollm2)"
+    message = error_of(good, "--model", "")
+    assert message == "--model is empty: name a folder, or tiny-qwen2 or tiny-qwen3 or smollm2"
 
 
 def test_unsupported_model(good: Path, tmp_path: Path):
@@ -195,6 +197,14 @@ def test_unsupported_model(good: Path, tmp_path: Path):
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' is not supported"),
         ({"vocab_size": None}, "vocab_size must be a positive integer, got None"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),
+        ({"hidden_size": -32}, "hidden_size must be a positive integer, got -32"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a positive integer, got 2.5"),
+        ({"num_attention_heads": "4"}, "num_attention_heads must be a positive integer, got '4'"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads 4 must be a multiple of"),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "hidden_size 30 must be a multiple of num_attention_heads 4"),
+        ({"hidden_act": "gelu"}, "unsupported model: hidden_act='gelu'"),
+        ({"quantization_config": {"bits": 4}}, "unsupported model: quantization_config"),
     ],
 )
 def test_model_with_an_unusable_option(good: Path, tmp_path: Path, config: dict, message: str):
@@ -204,6 +214,8 @@ def test_model_with_an_unusable_option(good: Path, tmp_path: Path, config: dict,
 
 def test_model_without_weights_or_config(good: Path, tmp_path: Path):
     folder = model_folder(tmp_path / "M", weights=False)
+    assert error_of(good, "--model", folder).startswith(f"{folder}: no weights: expected model.safetensors")
+    (folder / "pytorch_model.bin").touch()
     assert error_of(good, "--model", folder).startswith(f"{folder}: no weights: expected model.safetensors")
     (folder / "config.json").write_text("{")
     assert error_of(good, "--model", folder).startswith(f"{folder}/config.json: broken JSON")

@@ -56,7 +56,7 @@ class EngineProbe:
         ratio = None if forward_only else max_log_ratio(output.get("model_output") or {}, data)
         report = self._engine.last_report if self._engine.psrl_config.enable else None
         if report is None:
-            num_tokens = int(data["input_ids"].offsets()[-1])
+            num_tokens = data["input_ids"].values().shape[0]
             return PassRecord(len(data), num_tokens, num_tokens, 0, 0, 0.0, 0.0, 0.0, seconds, ratio)
         stats = report.stats
         return PassRecord(

@@ -33,7 +33,8 @@ class RowKey(NamedTuple):
 
     uid: str
     session: str
-    index: int
+    step: int
+    """Index of the row among those of the session."""
 
     @classmethod
     def parse(cls, key: str) -> RowKey:

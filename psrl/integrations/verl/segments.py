@@ -39,8 +39,8 @@ class Segments:
         return np.unique(np.concatenate([self.rows[row] for row in rows.tolist()]))
 
 
-def _work(begin: FloatArray, end: FloatArray) -> FloatArray:
-    """Work of tokens [begin, end) of a sequence: each costs a token, and a pair for every key that it sees."""
+def _work(begin: Any, end: Any) -> Any:
+    """Work of tokens [begin, end) of a sequence, numbers or arrays: a token each, and a pair for every key it sees."""
     return (end - begin) + PAIR_WEIGHT * (end * (end + 1) - begin * (begin + 1)) / 2
 
 
@@ -91,7 +91,7 @@ def segments_from_lengths(
     rows: list[list[int]] = [[] for _ in keys]
 
     def add(begin: int, end: int) -> int:
-        weights.append(float(_work(np.float64(begin), np.float64(end))))
+        weights.append(float(_work(begin, end)))
         return len(weights) - 1
 
     opening: dict[str, tuple[int, int]] = {}  # uid: segment of the common prompt, its length

@@ -14,6 +14,10 @@ _DROPPED_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention
 """Options of mbridge's models whose biases, some of them or all, are neither loaded nor exported."""
 
 
+_SILU = ("silu", "swish")
+"""Names of the one activation that the bridges build, whatever the configuration says."""
+
+
 class Refusal(NamedTuple):
     option: str
     """As users write it."""
@@ -34,6 +38,14 @@ def check_model(hf_config: Any) -> None:
     for name in _DROPPED_BIASES.get(model_type, ()):
         if getattr(hf_config, name, False):
             raise UnsupportedError(f"{name}=True: the bridge for {model_type} drops these biases; use a model without")
+    activation = getattr(hf_config, "hidden_act", None)
+    if activation is not None and activation not in _SILU:
+        raise UnsupportedError(
+            f"hidden_act={activation!r}: the bridge for {model_type} computes silu whatever it says; use a model with "
+            "silu"
+        )
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise UnsupportedError("quantization_config: quantized weights are not supported; use a model without")
 
 
 def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> None:

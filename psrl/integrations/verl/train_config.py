@@ -97,7 +97,7 @@ def job_settings(config: DictConfig) -> tuple[PSRLConfig, OrchestratorConfig]:
     group = config.get("psrl")
     if not isinstance(group, DictConfig):
         raise ConfigError("the job has no psrl group: compose psrl/job after ppo_trainer, as configs/psrl_trainer.yaml")
-    return split_settings({str(k): v for k, v in _plain(group).items()})
+    return split_settings({str(k): v for k, v in plain(group).items()})
 
 
 def validate_job(config: DictConfig) -> tuple[PSRLConfig, OrchestratorConfig]:
@@ -134,7 +134,7 @@ class _Job:
 
     def get(self, key: str, default: Any = None) -> Any:
         value = OmegaConf.select(self.config, key, default=default)
-        return _plain(value)
+        return plain(value)
 
     @property
     def has_critic(self) -> bool:
@@ -151,7 +151,7 @@ class _Job:
             yield "critic"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
@@ -293,24 +293,3 @@ def _check_model_folder(job: _Job) -> None:
                 f"+actor_rollout_ref.model.override_config.{name}=0.0"
             )
     check_model(SimpleNamespace(**values))
-
-
-def check_files(config: DictConfig) -> None:
-    """Check that the job's local inputs exist.
-
-    Raises:
-        ConfigError: names the key of what is missing, and the command that makes it.
-    """
-    model = str(config.actor_rollout_ref.model.path)
-    if model.startswith((".", "/", "~", "outputs")) and not Path(model).expanduser().is_dir():
-        raise ConfigError(
-            f"actor_rollout_ref.model.path={model}: no such folder (python -m psrl.models.tiny_chat makes a tiny model)"
-        )
-    for key in ("train_files", "val_files"):
-        files = _plain(config.data[key])
-        for file in [files] if isinstance(files, str) else files:
-            if "://" not in file and not Path(file).expanduser().exists():
-                raise ConfigError(f"data.{key}={file}: no such file (python -m psrl.agents.dataset makes it)")
-    agents = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_config_path")
-    if agents is not None and not Path(agents).expanduser().is_file():
-        raise ConfigError(f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}: no such file")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from psrl.errors import ConfigError, PSRLError
-from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, check_files, validate_job
+from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, plain, validate_job
 
 CONFIG_DIR_VARIABLE = "PSRL_CONFIG_DIR"
 """Read by the configurations, for the files beside them."""
@@ -98,9 +98,10 @@ class PSRLTaskRunner:
 
     def run(self, config: DictConfig) -> None:
         importlib.import_module(PLUGIN).require()
-        from verl.trainer.main_ppo import TaskRunnerV1
+        from verl.trainer import main_ppo
 
-        TaskRunnerV1.__ray_actor_class__().run(config)
+        runner: Any = main_ppo.TaskRunnerV1
+        runner.__ray_actor_class__().run(config)
 
 
 def run_job(config_name: str, config_dir: Path | None, overrides: Sequence[str], *, dry_run: bool = False) -> None:
@@ -132,17 +133,42 @@ def run_job(config_name: str, config_dir: Path | None, overrides: Sequence[str],
     _run(config)
 
 
+def check_files(config: DictConfig) -> None:
+    """Check that the job's local inputs exist.
+
+    Raises:
+        ConfigError: names the key of what is missing, and the command that makes it.
+    """
+    model = str(config.actor_rollout_ref.model.path)
+    if model.startswith((".", "/", "~", "outputs")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model}: no such folder (python -m psrl.models.tiny_chat makes a tiny model)"
+        )
+    for key in ("train_files", "val_files"):
+        files = plain(config.data[key])
+        for file in [files] if isinstance(files, str) else files:
+            if "://" not in file and not Path(file).expanduser().exists():
+                raise ConfigError(f"data.{key}={file}: no such file (python -m psrl.agents.dataset makes it)")
+    agents = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_config_path")
+    if agents is not None and not Path(agents).expanduser().is_file():
+        raise ConfigError(f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}: no such file")
+
+
 def _run(config: DictConfig) -> None:
     import ray
+    from ray.exceptions import RayTaskError
     from verl.trainer import main_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
 
-    main_ppo.auto_set_device(config)
+    auto_set_device(config)
     try:
         with hydra_errors():
-            main_ppo.validate_config(
+            validate_config(
                 config=config,
-                use_reference_policy=main_ppo.need_reference_policy(config),
-                use_critic=main_ppo.need_critic(config),
+                use_reference_policy=need_reference_policy(config),
+                use_critic=need_critic(config),
             )
     except PSRLError:
         raise
@@ -150,9 +176,9 @@ def _run(config: DictConfig) -> None:
         raise ConfigError(f"veRL refuses the job: {error}") from error
     try:
         main_ppo.run_ppo(config, task_runner_class=ray.remote(PSRLTaskRunner))
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         cause: Any = error
-        while isinstance(cause, ray.exceptions.RayTaskError):
+        while isinstance(cause, RayTaskError):
             cause = cause.cause
         if isinstance(cause, PSRLError):
             raise type(cause)(str(cause)) from error

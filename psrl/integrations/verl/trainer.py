@@ -137,7 +137,7 @@ class PSRLTrainerMixin(PPOTrainer):
     def _segments(self, batch: KVBatchMeta, keys: Sequence[RowKey], is_padding_S: np.ndarray) -> Segments:
         if self.psrl.grouping != "tokens":
             return segments_from_lengths(keys, batch.tags, is_padding_S)
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])
+        data = _fetch(batch, "input_ids")
         return segments_from_tokens([row.numpy() for row in data["input_ids"].unbind()])
 
     # ---------------------------------------------------------------------------------------------- advantages
@@ -145,11 +145,7 @@ class PSRLTrainerMixin(PPOTrainer):
         result = super()._compute_advantage(batch, metrics)
         if self.psrl.advantage == "grpo":
             return result
-        data = tq.kv_batch_get(
-            keys=batch.keys,
-            partition_id=batch.partition_id,
-            select_fields=["advantages", "response_mask", "extra_fields"],
-        )
+        data = _fetch(batch, "advantages", "response_mask", "extra_fields")
         extra_fields = [tu.unwrap_non_tensor_data(row) for row in data["extra_fields"]]
         is_padding_S = _is_padding(batch)
         own_S = self._level_advantages(batch.keys, extra_fields, is_padding_S)
@@ -162,7 +158,7 @@ class PSRLTrainerMixin(PPOTrainer):
         metrics["psrl/advantage/level_std"] = float(own_S[~is_padding_S].std()) if (~is_padding_S).any() else 0.0
         return tq.kv_batch_put(
             keys=batch.keys,
-            partition_id=batch.partition_id,
+            partition_id=batch.partition_id or "train",
             fields=TensorDict({"advantages": nested, "returns": nested.clone()}, batch_size=len(batch)),
         )
 
@@ -170,7 +166,7 @@ class PSRLTrainerMixin(PPOTrainer):
         self, row_keys: Sequence[str], extra_fields: Sequence[Mapping[str, Any]], is_padding_S: np.ndarray
     ) -> np.ndarray:
         """[S] advantages of the rows among those they are compared with; 0 for padding."""
-        real = np.flatnonzero(~is_padding_S)
+        real: list[int] = np.flatnonzero(~is_padding_S).tolist()
         keys = [RowKey.parse(row_keys[row]) for row in real]
         extra = [extra_fields[row] for row in real]
         advantages = np.zeros(len(row_keys))
@@ -216,6 +212,11 @@ class PSRLTrainerMixin(PPOTrainer):
             metrics.update(phase_metrics(phase, ranks))
 
 
+def _fetch(batch: KVBatchMeta, *fields: str) -> Any:
+    """Fields of a batch's rows, in the order of its keys."""
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id or "train", select_fields=list(fields))
+
+
 def _is_padding(batch: KVBatchMeta) -> np.ndarray:
     """[S] rows that veRL added to fill the batch up; their extra_fields are copies of another row's."""
     return np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
@@ -223,8 +224,8 @@ def _is_padding(batch: KVBatchMeta) -> np.ndarray:
 
 def _upstream_order(seqlens: list[int], num_ranks: int) -> IntArray:
     """The order that veRL's own ``_balance_batch`` gives (trainer_base.py:1627-1631)."""
-    workload = calculate_workload(torch.tensor(seqlens, dtype=torch.int64))
-    partitions = get_seqlen_balanced_partitions(workload, k_partitions=num_ranks, equal_size=True)
+    workload: Any = calculate_workload(torch.tensor(seqlens, dtype=torch.int64))
+    partitions: Any = get_seqlen_balanced_partitions(workload, k_partitions=num_ranks, equal_size=True)
     return np.asarray([row for partition in partitions for row in partition], dtype=np.int64)
 
 

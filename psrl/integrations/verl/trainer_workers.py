@@ -18,6 +18,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  #
 
 from psrl.integrations.verl.observability import EngineProbe, PassRecord  # noqa: E402
 
+# An enumeration that veRL fills at run time.
+_ONE_TO_ALL: Any = getattr(Dispatch, "ONE_TO_ALL")  # noqa: B009
+
 Records = dict[str, list[PassRecord]]
 
 
@@ -28,7 +31,7 @@ class PSRLTrainingWorker(TrainingWorker):
         super().__init__(*args, **kwargs)
         self.probe = EngineProbe(self.engine)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=_ONE_TO_ALL)
     def psrl_records(self) -> Records:
         """Records since the last call."""
         return {"critic": self.probe.drain()}
@@ -39,16 +42,16 @@ class _ObservedWorkerMixin:
 
     actor_worker_cls = PSRLTrainingWorker
     ref_worker_cls = PSRLTrainingWorker
-    actor: PSRLTrainingWorker | None
-    ref: PSRLTrainingWorker | None
+    actor: Any
+    ref: Any
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=_ONE_TO_ALL)
     def psrl_records(self) -> Records:
         """Records since the last call, by role."""
         workers = {"actor": self.actor, "ref": self.ref}
         return {role: worker.probe.drain() for role, worker in workers.items() if worker is not None}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=_ONE_TO_ALL)
     def psrl_describe(self) -> dict[str, str]:
         """The actor's engine (without one, the reference's) as the startup line has it."""
         worker = self.actor or self.ref
