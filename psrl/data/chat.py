@@ -130,4 +130,13 @@ def _message_fields(where: str, number: int, message: Any) -> tuple[str, str]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise InputError(f"{where}: messages[{number}] needs role and content, both strings")
+    for name, text in (("role", role), ("content", content)):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            surrogate = f"\\u{ord(text[error.start]):04x}"
+            raise InputError(
+                f"{where}: messages[{number}]: {name} has half a surrogate pair, {surrogate}, at character "
+                f"{error.start}: it is no text"
+            ) from error
     return role, content

@@ -25,6 +25,9 @@ _QWEN_PATTERN = (
 # The special tokens follow the merges, in Qwen's order.
 _QWEN_SPECIALS = ("<|endoftext|>", IM_START, IM_END)
 
+_MAX_RANK = (1 << 31) - 1 - len(_QWEN_SPECIALS)
+"""So that the special tokens after it are token ids too."""
+
 
 @dataclass(frozen=True)
 class ChatTokenizer:
@@ -104,7 +107,12 @@ def _load_tiktoken(path: Path) -> ChatTokenizer:
     ranks = _read_ranks(path)
     first = max(ranks.values()) + 1
     specials = {token: first + i for i, token in enumerate(_QWEN_SPECIALS)}
-    encoding = tiktoken.Encoding(path.stem, pat_str=_QWEN_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+    try:
+        encoding = tiktoken.Encoding(path.stem, pat_str=_QWEN_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+    except BaseException as error:  # a panic of the library is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise InputError(f"{path}: not a usable vocabulary: {_one_line(error)}") from error
     return ChatTokenizer(
         name=str(path),
         encode=lambda text: encoding.encode(text, disallowed_special=()),
@@ -116,18 +124,30 @@ def _load_tiktoken(path: Path) -> ChatTokenizer:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes to rank: a line holds the base64 of the bytes and the rank."""
     ranks: dict[bytes, int] = {}
+    taken: set[int] = set()
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            encoded, digits = line.split()
+            token, rank = base64.b64decode(encoded, validate=True), int(digits)
         except (ValueError, binascii.Error) as error:
             raise InputError(f"{path}:{number}: expected the base64 of a token and its rank") from error
+        if not 0 <= rank <= _MAX_RANK:
+            raise InputError(f"{path}:{number}: the rank must be in 0 .. {_MAX_RANK}, got {rank}")
+        if token in ranks:
+            raise InputError(f"{path}:{number}: the token is there already, with rank {ranks[token]}")
+        if rank in taken:
+            raise InputError(f"{path}:{number}: rank {rank} is taken")
+        ranks[token] = rank
+        taken.add(rank)
     if not ranks:
         raise InputError(f"{path}: no tokens in the file")
+    for value in range(256):
+        if bytes([value]) not in ranks:
+            raise InputError(f"{path}: no token for the byte 0x{value:02x}: some texts would have no ids")
     return ranks
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

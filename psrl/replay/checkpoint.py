@@ -37,11 +37,9 @@ def check_weights(folder: Path) -> None:
         UnsupportedError: the weights are in a format that is not read.
     """
     stored = {name: tensor for name, tensor in _read_headers(folder).items() if not name.endswith(_NOT_WEIGHTS)}
-    config, path = _load_config(folder), folder / "config.json"
-    layers = {int(match[1]) for match in map(_LAYER.match, stored) if match}
-    num_layers = max(layers, default=-1) + 1
-    if num_layers != config.num_hidden_layers:
-        raise InputError(f"{path}: num_hidden_layers is {config.num_hidden_layers}, but the weights have {num_layers}")
+    path = folder / "config.json"
+    _check_num_layers(path, stored)
+    config = _load_config(folder)
     wanted = _wanted_shapes(config, path)
     if config.tie_word_embeddings:
         wanted.pop(_HEAD, None)
@@ -106,6 +104,14 @@ def _read_header(file: Path, index: Path | None) -> dict[str, _Stored]:
             return {name: _Stored(file, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file}: not a whole safetensors file: {error}") from error
+
+
+def _check_num_layers(path: Path, stored: Iterable[str]) -> None:
+    """Before anything is built that grows with the number."""
+    asked = json.loads(path.read_text(encoding="utf-8")).get("num_hidden_layers")
+    layers = max((int(match[1]) for match in map(_LAYER.match, stored) if match), default=-1) + 1
+    if asked is not None and asked != layers:
+        raise InputError(f"{path}: num_hidden_layers is {asked}, but the weights have {layers}")
 
 
 def _load_config(folder: Path) -> Any:

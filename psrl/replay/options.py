@@ -20,6 +20,10 @@ LOSSES = (
 )  # fmt: skip
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DEFAULT_MAX_TOKENS = 4096
+MAX_SEED = (1 << 32) - 1
+"""NumPy takes no larger one."""
+MIN_TEMPERATURE = 1e-6
+"""Logits divided by less leave the range of float32."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,14 @@ class ReplayOptions:
             "max_tokens", "kv_cache_bytes", "loss_scale_factor", "steps", "repeat", "mini_batch", "limit"
         ):  # fmt: skip
             _at_least(_flag(name), getattr(self, name), 1)
-        _at_least("--seed", self.seed, 0)
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"--seed must be in 0 .. {MAX_SEED}, got {self.seed}")
         for name in ("entropy_coeff", "kl_coef", "temperature", "lr", "tolerance"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{_flag(name)} must be a finite number and not negative, got {value}")
-        if self.temperature == 0:
-            raise ConfigError("--temperature must be above 0")
+        if self.temperature < MIN_TEMPERATURE:
+            raise ConfigError(f"--temperature must be at least {MIN_TEMPERATURE:g}, got {self.temperature:g}")
         if not self.files:
             raise ConfigError("no input files")
 

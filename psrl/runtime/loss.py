@@ -88,10 +88,12 @@ class LossLedger:
         """The losses at completions add up to the loss of the whole mini-batch.
 
         Raises:
-            LossError: they do not, so the loss is no sum over samples.
+            LossError: they do not, so the loss is no sum over samples; or they are not finite.
         """
-        if math.isnan(whole) and math.isnan(self.loss_sum):
-            return
+        if not (math.isfinite(whole) and math.isfinite(self.loss_sum)):
+            raise LossError(
+                f"the loss is not finite: {whole:.8g} on the whole mini-batch, {self.loss_sum:.8g} sample by sample"
+            )
         if not abs(whole - self.loss_sum) <= tolerance * max(1.0, abs(whole), abs(self.loss_sum)):
             raise LossError(
                 f"the loss is not a sum over samples: evaluated sample by sample it is {self.loss_sum:.8g}, on the "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from psrl.data.chat import MODES
 from psrl.errors import ConfigError
-from psrl.replay.options import DEFAULT_MAX_TOKENS, DTYPES
+from psrl.replay.options import DEFAULT_MAX_TOKENS, DTYPES, MAX_SEED
 
 SHARING = ("on", "off")
 
@@ -44,10 +44,12 @@ class SFTOptions:
         for name, choices in (("sharing", SHARING), ("dtype", DTYPES), ("mode", MODES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name, low in (("epochs", 1), ("batch", 1), ("max_tokens", 1), ("limit", 1), ("warmup", 0), ("seed", 0)):
+        for name, low in (("epochs", 1), ("batch", 1), ("max_tokens", 1), ("limit", 1), ("warmup", 0)):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"--seed must be in 0 .. {MAX_SEED}, got {self.seed}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"--lr must be a finite number above 0, got {self.lr}")
         if not self.files:

@@ -82,7 +82,7 @@ def test_missing_and_left_over_tensors(folder: Path):
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3, but the weights have 2"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the weights have 2"),
         ({"num_hidden_layers": 1}, "num_hidden_layers is 1, but the weights have 2"),
-        ({"model_type": "qwen3"}, "q_norm.weight"),
+        ({"model_type": "qwen3", "head_dim": 8}, "q_norm.weight"),
         ({"model_type": "llama"}, "has no tensor"),
         ({"tie_word_embeddings": True}, f"{HEAD} differs from {EMBEDDING}"),
     ],

@@ -77,11 +77,13 @@ class PSRLTrainerMixin(PPOTrainer):
             shared = "prefix sharing is off (psrl.enable=false): veRL's own Megatron path"
         else:
             shared = f"sharing prefixes in {', '.join(phases)}"
+        own = self.psrl.advantage
+        advantages = self.config.algorithm.adv_estimator if own == "grpo" else f"grpo and {own}"
         placed = f"placement by {self.psrl.grouping}" if self.psrl.balance else "veRL's own placement"
         return (
             f"psrl: {shared}; Megatron on {engine['device']} ({engine['dtype']}), {self._num_ranks()} data-parallel "
             f"ranks, attention {engine['attention']}, micro-batches of {engine['max_tokens']} tokens (forward only "
-            f"{engine['infer_max_tokens']}); {placed}; advantages {self.psrl.advantage}; rollout "
+            f"{engine['infer_max_tokens']}); {placed}; advantages {advantages}; rollout "
             f"{self.config.actor_rollout_ref.rollout.name}"
         )
 
