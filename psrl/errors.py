@@ -28,6 +28,9 @@ class PlanError(PSRLError, AssertionError):
 class MemoryBudgetError(PSRLError, MemoryError):
     """The KV budget cannot hold even one root path; the message says how much it would need."""
 
+    sample: int | None = None
+    """Index of the sample within the planned batch, where known."""
+
 
 class LossError(PSRLError, ValueError):
     """A loss function behaves in a way that its declared scope does not allow."""

@@ -162,11 +162,13 @@ def _budget_error(
     token = int(pieces.micro_batches[segment].tokens_T[-1])
     position = int(np.flatnonzero(tree.index_N == token)[0])
     sample = int(np.searchsorted(batch.cu_seqlens, position, side="right")) - 1
-    return MemoryBudgetError(
+    error = MemoryBudgetError(
         f"sample {sample} ({batch.seqlens_S[sample]:,} tokens) needs {needed:,} bytes of KV cache at once, but "
         f"psrl.kv_cache_bytes allows {budget:,}: raise psrl.kv_cache_bytes, or raise psrl.max_tokens so that fewer "
         "tokens are cached"
     )
+    error.sample = sample
+    return error
 
 
 def _with_completions(pieces: Pieces, edges: Edges, waves: tuple[Wave, ...]) -> tuple[MicroBatch, ...]:

@@ -12,16 +12,21 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
-
-from psrl import __version__
-from psrl.cli.replay import replay
-from psrl.cli.sft import sft
-from psrl.cli.train import train
-from psrl.errors import PSRLError
-
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
+
+try:
+    import typer
+    from typer.core import TyperGroup
+
+    from psrl import __version__
+    from psrl.cli.replay import replay
+    from psrl.cli.sft import sft
+    from psrl.cli.train import train
+    from psrl.errors import PSRLError
+except KeyboardInterrupt:  # before there is a command line to handle it
+    print("psrl: interrupted", file=sys.stderr)
+    sys.exit(EXIT_INTERRUPTED)
+
 # typer re-exports this subclass only; which click it belongs to differs between its versions.
 _CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 

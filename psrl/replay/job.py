@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from psrl.replay.model import (
     vocabulary_for,
 )
 from psrl.replay.options import TINY_MODELS, ReplayOptions
-from psrl.replay.output import check_targets, write_dump, write_json
+from psrl.replay.output import check_targets, staged_json, write_dump
 from psrl.replay.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def run_replay(options: ReplayOptions) -> int:
     Raises:
         PSRLError: the input, the model or an option is not usable; the message is for the user.
     """
-    check_targets(options.dump, options.json)
+    check_targets(options.dump, options.json, options.files)
     if options.model in NAMED_MODELS:
         options = dataclasses.replace(options, model=str(named_model_folder(options.model)))
     num_sides = 2 if options.sharing == "both" else 1
@@ -59,8 +60,14 @@ def run_replay(options: ReplayOptions) -> int:
 
 def _quietly(run: Callable[[], PhaseRunner]) -> PhaseRunner:
     """Run without the upstreams' chatter, which reaches the terminal only with an error that nobody expected."""
+    stop: BaseException | None = None
     with quiet_upstream():
-        import psrl.replay.phases  # noqa: F401  (torch and the upstreams: seconds, after the input has been checked)
+        try:
+            import psrl.replay.phases  # noqa: F401  (torch and the upstreams: seconds, after the input was checked)
+        except (KeyboardInterrupt, SystemExit) as error:
+            stop = error
+    if stop is not None:
+        raise stop
     with quiet_upstream():  # again: it reaches the log handlers that exist when it begins
         try:
             return run()
@@ -203,9 +210,8 @@ def _finish(
     from psrl.replay.report import make_record, print_record
 
     record = make_record(options, samples, vocab_size, runner.runs, differences)
-    if options.dump is not None:
-        write_dump(options.dump, runner.sample_values(), runner.gradients(), record)
-    if options.json is not None:
-        write_json(options.json, record)
+    with contextlib.nullcontext() if options.json is None else staged_json(options.json, record):
+        if options.dump is not None:
+            write_dump(options.dump, runner.sample_values(), runner.gradients(), record)
     print_record(record)
     return EXIT_OK if all(d.is_within for d in differences or ()) else EXIT_DIFFERENT

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ from psrl.errors import InputError
 
 SAMPLES, GRADS, SUMMARY = "samples.safetensors", "grads.safetensors", "summary.json"
 _DUMP_FILES = {SAMPLES, GRADS, SUMMARY}
+_MARKER = "psrl_version"
+"""Key of every summary."""
 
 
-def check_targets(dump: Path | None, json_file: Path | None) -> None:
+def check_targets(dump: Path | None, json_file: Path | None, inputs: Sequence[Path] = ()) -> None:
     """Check, before anything runs, that the results can be written.
+
+    Args:
+        inputs: files that are read, which a result must not replace.
 
     Raises:
         InputError: the folder around a target is missing or not writable, or the target is something else already.
@@ -38,21 +43,53 @@ def check_targets(dump: Path | None, json_file: Path | None) -> None:
         others = sorted(entry.name for entry in dump.iterdir() if entry.name not in _DUMP_FILES)
         if others:
             raise InputError(f"--dump {dump}: the folder holds {others[0]!r}, which is no part of a dump: name another")
+        _check_earlier_dump(dump)
     if json_file is not None and json_file.is_dir():
         raise InputError(f"--json {json_file}: is a folder")
+    if json_file is not None and json_file.resolve() in [path.resolve() for path in inputs]:
+        raise InputError(f"--json {json_file}: is an input file")
+    if json_file is not None and dump is not None:
+        target, folder = json_file.resolve(), dump.resolve()
+        if target == folder or folder in target.parents:
+            raise InputError(f"--json {json_file}: is the --dump folder or inside it, which is replaced as a whole")
+
+
+def _check_earlier_dump(dump: Path) -> None:
+    """Whoever wrote the files of these names: only a dump is replaced."""
+    entries = list(dump.iterdir())
+    for entry in entries:
+        if entry.is_symlink() or not entry.is_file():
+            raise InputError(f"--dump {dump}: {entry.name!r} in it is no regular file, so it is no dump: name another")
+    if not entries:
+        return
+    try:
+        summary = json.loads((dump / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        summary = None
+    if not isinstance(summary, dict) or _MARKER not in summary:
+        raise InputError(f"--dump {dump}: the folder has no {SUMMARY} of an earlier dump: name another")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write or replace a JSON file. Numbers that JSON has no words for (NaN, infinity) become null."""
+    with staged_json(path, values):
+        pass
+
+
+@contextlib.contextmanager
+def staged_json(path: Path, values: Mapping[str, Any]) -> Iterator[None]:
+    """Write the file beside its place, and move it there if the body succeeds: one result does not come alone."""
     with _reported("--json", path):
         if path.exists() and not path.is_file():  # a pipe or a device: nothing to replace
             path.write_text(_json(values), encoding="utf-8")
+            yield
             return
         descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
                 stream.write(_json(values))
             os.chmod(name, 0o666 & ~_umask())
+            yield
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)

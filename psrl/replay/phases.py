@@ -5,8 +5,10 @@ Shape legend: M targets of all samples, in order.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from psrl.data import ReplaySample
+from psrl.errors import InputError, LossError, MemoryBudgetError
 from psrl.integrations.verl.metrics import mini_batch_metrics
 from psrl.integrations.verl.replay_batch import ReplayBatch
 from psrl.replay.clock import Seconds, now
@@ -118,7 +121,7 @@ class PhaseRunner:
             calculate_entropy=phase == OLD_LOG_PROB,
             compute_loss=False,
         )
-        with observed(worker, on_micro_batch=self._progress.micro_batch) as seen:
+        with observed(worker, on_micro_batch=self._progress.micro_batch) as seen, _placed(self._samples, seen, None):
             start = now()
             output = worker.infer_batch(batch)
             _record(run, seen, now().minus(start))
@@ -127,6 +130,7 @@ class PhaseRunner:
             for key in ("log_probs", "entropy"):
                 if key in output:
                     run.outputs_M[key] = self._whole.targets_of(output[key])
+                    self._check_outputs(key, run.outputs_M[key], side.name)
 
     # --------------------------------------------------------------------------------------------------------- update
     def _update(self, side: Side, run: PhaseRun) -> None:
@@ -137,20 +141,53 @@ class PhaseRunner:
             whole = Observation()
             seconds = Seconds()
             for index, (batch, call) in enumerate(calls):
-                with observed(
-                    side.actor,
-                    with_gradients=is_first_repeat and step == 0 and index == 0,
-                    on_micro_batch=self._progress.micro_batch,
-                ) as seen:
+                samples = self._samples[self._parts[index][0]]
+                with (
+                    observed(
+                        side.actor,
+                        with_gradients=is_first_repeat and step == 0 and index == 0,
+                        on_micro_batch=self._progress.micro_batch,
+                    ) as seen,
+                    _placed(samples, seen, self._mini_batch),
+                ):
                     start = now()
                     output = side.actor.train_mini_batch(call)
                     seconds = seconds.plus(now().minus(start).minus(seen.excluded))
                 _add(whole, seen)
+                metrics = mini_batch_metrics(output, self._num_mini_batches(batch))
+                self._check_update(samples, metrics, seen, side.name)
                 if is_first_repeat:
-                    run.metrics += mini_batch_metrics(output, self._num_mini_batches(batch))
+                    run.metrics += metrics
             _record(run, whole, seconds)
             if is_first_repeat and step == 0:
                 run.first = whole
+
+    def _check_outputs(self, key: str, values_M: Tensor, side: str) -> None:
+        bad = torch.nonzero(~values_M.isfinite())
+        if len(bad):
+            target = int(bad[0])
+            sample = int(np.searchsorted(self.cu_targets, target, side="right")) - 1
+            raise InputError(
+                f"{self._samples[sample].where}: {key} of target {target - int(self.cu_targets[sample])} is not finite "
+                f"({float(values_M[target])}, {side}): the model's weights or --temperature overflow in "
+                f"{self._options.dtype}"
+            )
+
+    def _check_update(
+        self, samples: Sequence[ReplaySample], metrics: list[dict[str, float]], seen: Observation, side: str
+    ) -> None:
+        for index, values in enumerate(metrics):
+            if not math.isfinite(values.get("loss", 0.0)):
+                raise LossError(
+                    f"{samples[index * self._mini_batch].where}: the loss of the mini-batch that begins here is not "
+                    f"finite ({values['loss']}, {side})"
+                )
+        for name, gradient in (seen.gradients or {}).items():
+            if not gradient.isfinite().all():
+                raise LossError(
+                    f"{samples[0].where}: the gradient of {name} is not finite in the mini-batch that begins here "
+                    f"({side})"
+                )
 
     def _num_mini_batches(self, batch: ReplayBatch) -> int:
         return max(1, batch.num_samples // self._mini_batch)
@@ -180,6 +217,24 @@ class PhaseRunner:
             seed=self._options.seed,
             dataloader_kwargs={"shuffle": False},
         )
+
+
+@contextlib.contextmanager
+def _placed(samples: Sequence[ReplaySample], seen: Observation, mini_batch: int | None) -> Iterator[None]:
+    """Errors of a call of the worker on ``samples`` name the place in the file, and options as they are written.
+
+    Args:
+        mini_batch: samples of each mini-batch of the call; None: one for all.
+    """
+    try:
+        yield
+    except (MemoryBudgetError, LossError) as error:
+        first = len(seen.reports) * (mini_batch or 0)
+        sample = samples[first + (getattr(error, "sample", None) or 0)]
+        message = str(error)
+        for name in ("kv_cache_bytes", "max_tokens"):
+            message = message.replace(f"psrl.{name}", "--" + name.replace("_", "-"))
+        raise type(error)(f"{sample.where}: {message}") from error
 
 
 def _record(run: PhaseRun, seen: Observation, seconds: Seconds) -> None:

@@ -72,7 +72,7 @@ def run_sft(options: SFTOptions, on_epoch: Callable[[str], None] | None = None) 
         PSRLError: the input, the model or an option is not usable; the message is for the user.
     """
     check_out(options.out)
-    check_targets(None, options.json)
+    check_targets(None, options.json, options.files)
     stdout = sys.stdout
     with tempfile.TemporaryDirectory(prefix="psrl_sft_") as scratch, Progress(total=2, repeats=1) as progress:
         with progress.task("reading", ", ".join(path.name for path in options.files)):

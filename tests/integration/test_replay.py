@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
@@ -249,3 +249,40 @@ def test_an_interrupted_run_writes_nothing(tmp_path: Path, samples: Path, monkey
     assert result.exit_code == 130
     assert result.stderr == "psrl: interrupted\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be run
+def failure(*args: object) -> str:
+    result = psrl(*args)
+    assert result.exit_code == 2, f"{result.output}\n{result.exception!r}"
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_too_small_a_cache_names_the_options_and_the_sample(samples: Path):
+    message = failure(samples, *TINY, "--max-tokens", 5, "--kv-cache-bytes", 100, "--mini-batch", 3)
+    assert f"{samples}:4: sample 3 (18 tokens)" in message
+    assert "--kv-cache-bytes allows 100" in message
+    assert "raise --max-tokens" in message
+
+
+@pytest.mark.parametrize("sharing", ["on", "off"])
+def test_log_probs_that_are_not_finite(tmp_path: Path, samples: Path, sharing: str):
+    folder = Path(make_checkpoint(tmp_path / "M", "qwen2"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    message = failure(samples, "--model", folder, "--sharing", sharing, "--json", tmp_path / "r.json")
+    assert f"{samples}:1: log_probs of target 0 is not finite" in message
+    assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("sharing", ["on", "off"])
+def test_a_loss_that_is_not_finite(tmp_path: Path, model: str, sharing: str):
+    rows = tree_rows()
+    for row in rows[3:]:
+        row.advantages = [3e38, 3e38, 3e38, 3e38]
+    path = write(tmp_path / "s.jsonl", rows)
+    message = failure(path, "--model", model, "--sharing", sharing, "--mini-batch", 3)
+    assert f"{path}:4: " in message
+    assert "not finite" in message

@@ -77,9 +77,7 @@ def shorten(file, target):
     with gzip.open(file, "rt") as source, open(target, "w") as out:
         for _, line in zip(range(4), source, strict=False):
             row = json.loads(line)
-            row["messages"] = [
-                {"role": m["role"], "content": m["content"][:18]} for m in row["messages"][:9]
-            ]
+            row["messages"] = [{"role": m["role"], "content": m["content"][:18]} for m in row["messages"][:9]]
             out.write(json.dumps(row) + "\n")
 
 

@@ -260,6 +260,16 @@ def test_interrupt(good: Path, monkeypatch: pytest.MonkeyPatch):
     assert result.stderr == "psrl: interrupted\n"
 
 
+def test_interrupt_during_the_first_imports():
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\nfrom psrl.cli.main import app\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "psrl: interrupted\n")
+
+
 def test_a_bug_is_not_reported_as_a_users_error(good: Path):
     result = psrl(good)
     assert isinstance(result.exception, AssertionError)

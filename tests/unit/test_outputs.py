@@ -110,5 +110,6 @@ def test_the_sum_over_samples_is_checked():
     ledger.check_sum(1.0 + 1e-9, 1e-6)
     with pytest.raises(LossError, match="the loss is not a sum over samples"):
         ledger.check_sum(1.1, 1e-6)
-    with pytest.raises(LossError):
-        ledger.check_sum(float("nan"), 1e-6)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(LossError, match="the loss is not finite"):
+            ledger.check_sum(value, 1e-6)
