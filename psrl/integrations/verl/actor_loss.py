@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from psrl.integrations.verl.loss_scope import SEPARABLE_LOSS_MODES
+from psrl.integrations.verl.loss_scope import SEPARABLE_LOSS_MODES, divides_by_padded_width
 
 DRO_BETA = 1.0
 """Weight of dro's quadratic penalty, which has no default upstream."""
@@ -43,5 +43,4 @@ def make_actor_loss(
 
 def depends_on_micro_batches(loss_mode: str, loss_agg_mode: str, loss_scale_factor: int | None) -> bool:
     """Whether upstream's engine gives another loss when it cuts the mini-batch into other micro-batches."""
-    by_padded_width = loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None
-    return loss_mode not in SEPARABLE_LOSS_MODES or by_padded_width
+    return loss_mode not in SEPARABLE_LOSS_MODES or divides_by_padded_width(loss_agg_mode, loss_scale_factor)

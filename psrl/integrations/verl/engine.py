@@ -6,7 +6,6 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +26,7 @@ from psrl.integrations.megatron.passes import vocab_shard_group
 from psrl.integrations.megatron.surroundings import install_surroundings
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
-from psrl.integrations.verl.mini_batch import BatchReport, MiniBatchRun
+from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
 from psrl.runtime.outputs import VocabShard, edge_log_probs
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine as _Engine
 else:
     _Engine = object
-
-LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class PrefixSharingMixin(_Engine):

@@ -39,6 +39,11 @@ def _bound_config(loss_function: functools.partial[Any]) -> Any:
     return loss_function.keywords.get("config", loss_function.args[0] if loss_function.args else None)
 
 
+def divides_by_padded_width(loss_agg_mode: str, loss_scale_factor: int | None) -> bool:
+    """Whether the aggregation's divisor is the padded width of the rows that it sees."""
+    return loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None
+
+
 def _coupling(loss_function: Callable[..., Any], data: TensorDict) -> str | None:
     """Why the loss couples samples, None if it does not."""
     function = loss_function.func if isinstance(loss_function, functools.partial) else loss_function
@@ -51,7 +56,7 @@ def _coupling(loss_function: Callable[..., Any], data: TensorDict) -> str | None
         mode = config.policy_loss.get("loss_mode", "vanilla")
         if mode not in SEPARABLE_LOSS_MODES:
             return f"policy loss {mode!r} couples the samples of a mini-batch"
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+    if divides_by_padded_width(config.loss_agg_mode, config.loss_scale_factor):
         return "loss_agg_mode seq-mean-token-sum-norm without loss_scale_factor divides by the padded width"
     per_sequence = config.loss_agg_mode.startswith("seq-")
     if per_sequence and tu.get_non_tensor_data(data, key="global_batch_size", default=None) is None:
