@@ -38,3 +38,11 @@ class LossError(PSRLError, ValueError):
 
 class RolloutError(PSRLError, RuntimeError):
     """The rollout cannot generate: no weights, weights that do not fit the model, or logits that are not finite."""
+
+
+class RankError(PSRLError, RuntimeError):
+    """Another process of the training is gone or has failed; the message names its rank."""
+
+
+class JobError(PSRLError, RuntimeError):
+    """A process of a running job died; the message names it, and how to go on."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from psrl.data.tokenizer import BYTES
 from psrl.errors import InputError
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json", "*.gguf")
@@ -28,6 +29,14 @@ def check_out(out: Path) -> None:
         raise InputError(f"--out {out}: the folder {parent} is not writable")
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise InputError(f"--out {out}: exists and is not an empty folder: name another")
+
+
+def tokenizer_source(tokenizer: str | None) -> Path | None:
+    """What ``write_model`` copies a tokenizer from, of a ``--tokenizer`` option: nothing for the built-in bytes and for
+    files that transformers does not read."""
+    if tokenizer is None or tokenizer == BYTES or tokenizer.endswith(".tiktoken"):
+        return None
+    return Path(tokenizer)
 
 
 def write_model(out: Path, source: Path, tokenizer: Path | None, weights: Mapping[str, Any], dtype: str) -> None:

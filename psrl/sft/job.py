@@ -14,7 +14,7 @@ from typing import Any
 from psrl.config import PSRLConfig
 from psrl.data import ReplaySample, load_samples, load_tokenizer
 from psrl.data.samples import check_vocabulary
-from psrl.data.tokenizer import BYTES, ChatTokenizer, load_model_tokenizer
+from psrl.data.tokenizer import ChatTokenizer, load_model_tokenizer
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.models import NAMED_MODELS, named_model_folder
@@ -24,7 +24,7 @@ from psrl.replay.options import TINY_MODELS, TinyModel
 from psrl.replay.output import check_targets, write_json
 from psrl.replay.progress import Progress
 from psrl.sft.batches import epoch_batches
-from psrl.sft.export import check_out, write_model
+from psrl.sft.export import check_out, tokenizer_source, write_model
 from psrl.sft.options import SFTOptions
 
 
@@ -163,9 +163,7 @@ def _run(
     for epoch, epochs_batches in enumerate(batches, start=1):
         report.epochs.append(_train_epoch(worker, options, epoch, epochs_batches, progress))
         on_epoch(_line(report.epochs[-1], options.epochs))
-    tokenizer = None if options.tokenizer in (None, BYTES) else Path(str(options.tokenizer))
-    if tokenizer is not None and tokenizer.suffix == ".tiktoken":
-        tokenizer = None
+    tokenizer = tokenizer_source(options.tokenizer)
     write_model(options.out, folder, tokenizer, dict(model_weights(worker)), options.dtype)
     return report
 

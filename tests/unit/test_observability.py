@@ -2,7 +2,13 @@
 
 import pytest
 
-from psrl.integrations.verl.observability import PassRecord, headline_metrics, phase_metrics
+from psrl.integrations.verl.observability import (
+    PassRecord,
+    headline_metrics,
+    phase_metrics,
+    step_line,
+    trajectory_reward,
+)
 
 
 def record(tokens: int, unique: int, **values: float) -> PassRecord:
@@ -53,3 +59,18 @@ def test_without_sharing_there_is_no_speedup():
     metrics = phase_metrics("update", [[record(10, 10, flops_shared=0.0, flops_unshared=0.0)]])
     assert "psrl/update/ideal_speedup" not in metrics
     assert metrics["psrl/update/prefix_match_rate"] == 0.0
+
+
+def test_a_trajectory_counts_once():
+    trajectories = [("a", "0"), ("a", "0"), ("a", "0"), ("a", "1")]
+    assert trajectory_reward(trajectories, [0.0, 0.0, 0.0, 1.0]) == 0.5
+
+
+def test_line_of_a_step():
+    metrics = {"psrl/trajectory_reward": 0.25, "timing_s/gen": 2.0, "timing_s/update_actor": 0.55, "timing_s/step": 3.0}
+    assert step_line(metrics, 3, 10) == "step 3/10: reward 0.250; seconds: rollout 2.0, update 0.6, whole step 3.0"
+    metrics |= {"psrl/tokens": 22485.0, "psrl/prefix_match_rate": 0.71, "psrl/ideal_speedup": 3.64}
+    assert step_line(metrics, 3, 10) == (
+        "step 3/10: reward 0.250; update of 22,485 tokens, 71% shared, ideal speed-up 3.6x; "
+        "seconds: rollout 2.0, update 0.6, whole step 3.0"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,3 +151,44 @@ def headline_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if planning:
         found["psrl/planning_seconds"] = sum(planning)
     return found
+
+
+def trajectory_reward(trajectories: Sequence[tuple[str, str]], rewards: Sequence[float]) -> float:
+    """Mean over trajectories of the mean over a trajectory's samples. A mean over samples would count a trajectory as
+    often as it has steps.
+
+    Args:
+        trajectories: prompt and session of every sample.
+        rewards: of every sample.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        found.setdefault(trajectory, []).append(reward)
+    return sum(sum(values) / len(values) for values in found.values()) / len(found)
+
+
+_TIMERS = {
+    "rollout": "gen",
+    "old log-prob": "old_log_prob",
+    "reference": "ref",
+    "values": "values",
+    "update": "update_actor",
+    "critic update": "update_critic",
+}
+"""The phases as a line of a step names them, and as veRL's timers do."""
+
+
+def step_line(metrics: Mapping[str, Any], step: int, num_steps: int) -> str:
+    """A training step in a line: reward, sharing in the update, seconds per phase. Phases that did not run are left
+    out."""
+    parts = [f"step {step}/{num_steps}: reward {metrics['psrl/trajectory_reward']:.3f}"]
+    if "psrl/tokens" in metrics:
+        parts.append(
+            f"update of {int(metrics['psrl/tokens']):,} tokens, {metrics['psrl/prefix_match_rate']:.0%} shared"
+            + (f", ideal speed-up {metrics['psrl/ideal_speedup']:.1f}x" if "psrl/ideal_speedup" in metrics else "")
+        )
+    seconds = {name: metrics.get(f"timing_s/{timer}") for name, timer in _TIMERS.items()}
+    total = float(metrics["timing_s/step"])
+    phases = [f"{name} {value:.1f}" for name, value in seconds.items() if value is not None]
+    parts.append(f"seconds: {', '.join(phases)}, whole step {total:.1f}")
+    return "; ".join(parts)

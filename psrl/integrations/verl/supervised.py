@@ -26,11 +26,20 @@ def supervised_loss() -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     return partial(sft_loss, unread)
 
 
-def supervised_batch(samples: Sequence[ReplaySample], *, max_tokens: int, seed: int) -> TensorDict:
+def supervised_batch(
+    samples: Sequence[ReplaySample],
+    *,
+    max_tokens: int,
+    seed: int,
+    num_samples: int | None = None,
+    num_rows: int | None = None,
+) -> TensorDict:
     """The samples as one mini-batch for ``train_mini_batch``. ``loss_mask`` covers whole samples.
 
     Args:
         max_tokens: veRL's ``max_token_len_per_gpu``.
+        num_samples: of the mini-batch over all ranks, padding not counted; None: these are all.
+        num_rows: of the mini-batch over all ranks; None: these are all.
     """
     offsets = torch.from_numpy(np.cumsum([0, *(sample.num_tokens for sample in samples)]))
 
@@ -46,8 +55,8 @@ def supervised_batch(samples: Sequence[ReplaySample], *, max_tokens: int, seed: 
         batch,
         use_dynamic_bsz=True,
         max_token_len_per_gpu=max_tokens,
-        global_batch_size=len(samples),
-        mini_batch_size=len(samples),
+        global_batch_size=num_samples or len(samples),
+        mini_batch_size=num_rows or len(samples),
         epochs=1,
         seed=seed,
         dataloader_kwargs={"shuffle": False},

@@ -1,0 +1,1 @@
+"""Training on stored traces without Ray: policy gradient with given advantages, or supervised, under ``torchrun``."""
