@@ -1,7 +1,8 @@
 """``psrl``: the command line.
 
-Exit codes: 0 done; 1 a check failed (``replay --sharing both`` found a difference); 2 the input, an option or the model
-is not usable, with one line on stderr; 130 interrupted; 143 terminated.
+Exit codes: 0 done; 1 a check failed (``replay --sharing both`` found a difference) or a job did not come to its end; 2
+the input, an option or the model is not usable, with one line on stderr; 70 another process of the training is gone or
+has failed; 130 interrupted; 143 terminated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ try:
     import typer
 
     from psrl import __version__
+    from psrl.cli.analyze import analyze
+    from psrl.cli.plan import plan
     from psrl.cli.replay import replay
     from psrl.cli.root import Group
     from psrl.cli.sft import sft
@@ -47,6 +50,8 @@ def _root(
     pass
 
 
+app.command()(analyze)
+app.command()(plan)
 app.command()(replay)
 app.command()(sft)
 app.command()(simulate)

@@ -15,6 +15,7 @@ from psrl.replay.options import (
     LOSSES,
     RECOMPUTE,
     SHARING,
+    Parallel,
     ReplayOptions,
     TinyModel,
 )
@@ -24,13 +25,16 @@ def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
     return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
 
 
-_MODEL, _RUN, _LOSS, _INPUT, _OUTPUT = "Model", "Running", "Loss and optimizer", "Input", "Output"
+_MODEL, _RUN, _PARALLEL, _LOSS = "Model", "Running", "Parallelism (local processes)", "Loss and optimizer"
+_INPUT, _OUTPUT = "Input", "Output"
 
 Files = Annotated[
     list[Path],
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
-Model = Annotated[str, _option(_MODEL, "A Hugging Face folder; smollm2; or tiny-qwen2 or tiny-qwen3: random ones.")]
+Model = Annotated[
+    str, _option(_MODEL, "A Hugging Face folder; smollm2; or tiny-qwen2, tiny-qwen3, tiny-qwen3-moe: random ones.")
+]
 Hidden = Annotated[int, _option(_MODEL, "Hidden size of a tiny model.")]
 Layers = Annotated[int, _option(_MODEL, "Layers of a tiny model.")]
 Heads = Annotated[int, _option(_MODEL, "Attention heads of a tiny model.")]
@@ -58,6 +62,13 @@ Tolerance = Annotated[
     float | None,
     _option(_RUN, "Largest relative difference for --sharing both; by dtype if not given (bfloat16: none)."),
 ]
+
+TP = Annotated[int, _option(_PARALLEL, "Tensor parallel size, with sequence parallelism.")]
+PP = Annotated[int, _option(_PARALLEL, "Pipeline stages.")]
+VPP = Annotated[int, _option(_PARALLEL, "Model chunks of each stage (interleaved schedule).")]
+CP = Annotated[int, _option(_PARALLEL, "Context parallel size; only 1 is supported.")]
+EP = Annotated[int, _option(_PARALLEL, "Ranks over which experts are spread, among those of the other sizes.")]
+DP = Annotated[int, _option(_PARALLEL, "Data parallel size: rows of a mini-batch are split.")]
 
 Loss = Annotated[str, _option(_LOSS, "veRL's loss_mode.", LOSSES)]
 LossAggMode = Annotated[
@@ -102,6 +113,12 @@ def replay(
     kv_cache_bytes: KVCacheBytes = None,
     seed: Seed = 42,
     tolerance: Tolerance = None,
+    tp: TP = 1,
+    pp: PP = 1,
+    vpp: VPP = 1,
+    cp: CP = 1,
+    ep: EP = 1,
+    dp: DP = 1,
     loss: Loss = "vanilla",
     loss_agg_mode: LossAggMode = None,
     loss_scale_factor: LossScaleFactor = None,
@@ -117,7 +134,8 @@ def replay(
 ) -> None:
     """Run old log-prob, reference and update on recorded samples through veRL's worker, with and without sharing."""
     options = ReplayOptions(
-        files=tuple(files), model=model, tiny=TinyModel(hidden, layers, heads, kv_heads), dtype=dtype, sharing=sharing,
+        files=tuple(files), model=model, tiny=TinyModel(hidden, layers, heads, kv_heads),
+        parallel=Parallel(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp), dtype=dtype, sharing=sharing,
         max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
         recompute=recompute, kv_cache_bytes=kv_cache_bytes, seed=seed, tolerance=tolerance, loss=loss,
         loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from psrl.offline.options import SHARING, OfflineOptions
 from psrl.replay.options import DEFAULT_MAX_TOKENS, DTYPES
-from psrl.sft.options import SHARING, SFTOptions
 
 _RUN, _INPUT, _MODEL = "Running", "Input", "Model"
 
@@ -63,10 +63,13 @@ def sft(
             rich_help_panel=_INPUT,
         ),
     ] = "step",
-    json: Annotated[Path | None, typer.Option(help="File for losses and times.", rich_help_panel="Output")] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="jsonl file, a line a step is added.", rich_help_panel="Output")
+    ] = None,
 ) -> None:
     """Train on the assistant messages of recorded traces with veRL's supervised loss, prefixes shared."""
-    options = SFTOptions(
+    options = OfflineOptions(
+        objective="sft",
         files=tuple(files),
         model=model,
         out=out,
@@ -81,9 +84,8 @@ def sft(
         tokenizer=tokenizer,
         mode=mode,
         seed=seed,
-        json=json,
+        metrics=metrics,
     )
-    from psrl.sft.job import run_sft
+    from psrl.offline.job import run_offline
 
-    run_sft(options)
-    print(f"wrote {out}")
+    run_offline(options)

@@ -7,10 +7,17 @@ the job checked before Ray starts.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from psrl.errors import JobError
+from psrl.replay.checkpoint import check_weights
+
+EXIT_FAILED = 1
+"""A job that had begun did not come to its end."""
 
 ConfigName = Annotated[
     str, typer.Option("--config-name", "-cn", help="A file of the configuration folder, without .yaml.")
@@ -38,4 +45,8 @@ def train(
     """
     from psrl.integrations.verl.train_job import run_job  # veRL and Ray take seconds to import
 
-    run_job(config_name, config_dir, overrides or [], dry_run=dry_run)
+    try:
+        run_job(config_name, config_dir, overrides or [], dry_run=dry_run, check_weights=check_weights)
+    except JobError as error:
+        print(f"psrl: error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED) from error

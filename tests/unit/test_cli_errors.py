@@ -180,9 +180,10 @@ def test_options_are_checked_without_a_command_line():
 # ------------------------------------------------------------------------------------------------------------- model
 def test_missing_model(good: Path, tmp_path: Path):
     message = error_of(good, "--model", tmp_path / "gone")
-    assert message == f"--model {tmp_path / 'gone'}: no such folder (or use tiny-qwen2 or tiny-qwen3 or smollm2)"
+    names = "tiny-qwen2 or tiny-qwen3 or tiny-qwen3-moe or smollm2"
+    assert message == f"--model {tmp_path / 'gone'}: no such folder (or use {names})"
     message = error_of(good, "--model", "")
-    assert message == "--model is empty: name a folder, or tiny-qwen2 or tiny-qwen3 or smollm2"
+    assert message == f"--model is empty: name a folder, or {names}"
 
 
 def test_unsupported_model(good: Path, tmp_path: Path):
@@ -306,12 +307,13 @@ def test_public_options_are_these():
         return sorted(name for param in params for name in (param.opts or [param.name]) if name != "--help")
 
     assert options("sft") == [
-        "--batch", "--dtype", "--epochs", "--json", "--limit", "--lr", "--max-tokens", "--mode", "--model", "--out",
+        "--batch", "--dtype", "--epochs", "--limit", "--lr", "--max-tokens", "--metrics", "--mode", "--model", "--out",
         "--seed", "--sharing", "--tokenizer", "--warmup", "files",
     ]  # fmt: skip
     assert options("replay") == [
-        "--attention", "--dtype", "--dump", "--entropy-coeff", "--heads", "--hidden", "--json", "--kl-coef",
-        "--kv-cache-bytes", "--kv-heads", "--layers", "--limit", "--loss", "--loss-agg-mode", "--loss-scale-factor",
-        "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--recompute", "--repeat", "--seed", "--sharing",
-        "--steps", "--temperature", "--tokenizer", "--tolerance", "files",
+        "--attention", "--cp", "--dp", "--dtype", "--dump", "--entropy-coeff", "--ep", "--heads", "--hidden", "--json",
+        "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--layers", "--limit", "--loss", "--loss-agg-mode",
+        "--loss-scale-factor", "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--pp", "--recompute",
+        "--repeat", "--seed", "--sharing", "--steps", "--temperature", "--tokenizer", "--tolerance", "--tp", "--vpp",
+        "files",
     ]  # fmt: skip

@@ -28,12 +28,15 @@ LAYERS = {
     "cache": 4,
     "data": 4,
     "models": 4,
+    "analyze": 5,
     "runtime": 5,
+    "plan_view": 6,
     "integrations": 6,
     "agents": 7,
     "rollout": 7,
     "replay": 7,
-    "sft": 8,
+    "simulate": 7,
+    "offline": 8,
     "cli": 9,
 }
 PUBLIC_CORE = {"types", "errors", "config", "tree", "grouping", "cost", "planner", "plan_check", "blocks"}
@@ -99,7 +102,7 @@ def test_core_is_complete():
     assert PUBLIC_CORE - {path.stem for path in PACKAGE.glob("*.py")} == set()
 
 
-@pytest.mark.parametrize("module", [*CORE, "data"])
+@pytest.mark.parametrize("module", [*CORE, "data", "analyze.job", "plan_view.job", "simulate.job"])
 def test_module_imports_without_torch(module: str):
     code = IMPORT_BLOCKED.format(blocked=BLOCKED, module=module)
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)

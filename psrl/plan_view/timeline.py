@@ -1,0 +1,99 @@
+"""A plan laid out in time, with the cache's bytes. Durations are predicted FLOPs.
+
+Shape legend: P path keys, T local tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psrl.blocks import BlockLedger
+from psrl.cost import KVFootprint, ModelShape, Work
+from psrl.types import ExecutionPlan, MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One run of a micro-batch: forward only in pass 1, forward and backward in pass 2."""
+
+    micro_batch: int
+    wave: int
+    backward: bool
+    start: float
+    """FLOPs of all executions before it."""
+    flops: float
+    writes: tuple[int, ...]
+    """Blocks whose K/V are stored."""
+    reads: tuple[int, ...]
+    new_grads: tuple[int, ...]
+    """Blocks that get gradient accumulators."""
+    freed_kv: tuple[int, ...]
+    freed_grads: tuple[int, ...]
+    kv_bytes: int
+    """While it runs: its writes are in, nothing that it ends is freed yet."""
+    grad_bytes: int
+    kv_bytes_after: int
+    grad_bytes_after: int
+
+    @property
+    def end(self) -> float:
+        return self.start + self.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.kv_bytes + self.grad_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All executions in order."""
+
+    executions: tuple[Execution, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((e.bytes for e in self.executions), default=0)
+
+    @property
+    def flops(self) -> float:
+        return self.executions[-1].end if self.executions else 0.0
+
+
+def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint) -> Timeline:
+    """Follow a plan.
+
+    Args:
+        shape, footprint: those that the plan was made with; then ``peak_bytes`` is ``plan.stats.kv_bytes_peak``.
+    """
+    ledger = BlockLedger(plan.blocks, plan.micro_batches)
+    tokens = [block.num_tokens for block in plan.blocks]
+
+    def live() -> tuple[int, int]:
+        kv = footprint.kv_bytes_per_token * sum(tokens[b] for b in ledger.live_kv)
+        return kv, footprint.grad_bytes_per_token * sum(tokens[b] for b in ledger.live_grads)
+
+    executions: list[Execution] = []
+    start = 0.0
+    for number, wave in enumerate(plan.waves):
+        for backward, order in ((False, wave.pass1), (True, wave.pass2)):
+            for index in order:
+                mb = plan.micro_batches[index]
+                writes = () if backward else ledger.write(index)
+                new_grads = ledger.begin_backward(index) if backward else ()
+                during = live()
+                freed = ledger.end(index, backward=backward)
+                flops = micro_batch_flops(mb, shape, backward=backward)
+                executions.append(
+                    Execution(
+                        index, number, backward, start, flops, writes, mb.path_blocks, new_grads, freed.kv,
+                        freed.grads, *during, *live(),
+                    )
+                )  # fmt: skip
+                start += flops
+    return Timeline(tuple(executions))
+
+
+def micro_batch_flops(mb: MicroBatch, shape: ModelShape, *, backward: bool) -> float:
+    """FLOPs of one run."""
+    work = Work(mb.num_tokens, int((mb.last_S - mb.first_S).sum()), len(mb.rows_R))
+    return shape.forward_flops(work) + (shape.backward_flops(work) if backward else 0.0)

@@ -1,1 +1,0 @@
-"""``psrl sft``: supervised training on recorded traces, as a warm start for reinforcement learning."""
