@@ -1,0 +1,150 @@
+"""Sizes of the simulated model: dense or mixture of experts.
+
+Sizes of named models are those of their published ``config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psrl.cost import ModelShape
+from psrl.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """A decoder as the simulator sees it (whole model, all ranks)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    """Of the dense MLP, or of one expert."""
+    vocab_size: int
+    num_experts: int = 0
+    """0: dense."""
+    experts_per_token: int = 1
+    is_tied: bool = False
+    """Embedding and output layer are one matrix."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """For the planner: every token goes through ``experts_per_token`` experts."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            ffn_size=self.ffn_size * self.experts_per_token,
+            output_size=self.vocab_size,
+        )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one layer's MLP, or of one expert of it."""
+        return 3 * self.hidden_size * self.ffn_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding; the output layer has as many."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        layer = self.attention_parameters + max(1, self.num_experts) * self.expert_parameters
+        return self.num_layers * layer + self.embedding_parameters * (1 if self.is_tied else 2)
+
+    @property
+    def mlp_flops_per_token(self) -> float:
+        """Forward FLOPs of a token in one layer's MLP or experts."""
+        return 2.0 * self.expert_parameters * self.experts_per_token
+
+    @property
+    def attention_flops_per_token(self) -> float:
+        """Forward FLOPs of a token in one layer's projections."""
+        return 2.0 * self.attention_parameters
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers of K and V of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+NAMED_MODELS: dict[str, SimulatedModel] = {
+    model.name: model
+    for model in (
+        SimulatedModel("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151_936, is_tied=True),
+        SimulatedModel("qwen2.5-7b", 28, 3584, 28, 4, 128, 18_944, 152_064),
+        SimulatedModel("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936),
+        SimulatedModel("qwen3-32b", 64, 5120, 64, 8, 128, 25_600, 151_936),
+        SimulatedModel("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, 128, 8),
+        SimulatedModel("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151_936, 128, 8),
+    )
+}
+
+
+def load_model(name: str) -> SimulatedModel:
+    """A named model, or the sizes in the ``config.json`` of a Hugging Face folder. No weights are read.
+
+    Raises:
+        InputError: no such model or folder, or sizes are missing.
+    """
+    if name in NAMED_MODELS:
+        return NAMED_MODELS[name]
+    path = Path(name) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"--model {name}: cannot read {path} ({error.strerror or error}); named models are "
+            f"{', '.join(NAMED_MODELS)}"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path}: broken JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return model_of_config(name, config, str(path))
+
+
+def model_of_config(name: str, config: Mapping[str, Any], where: str) -> SimulatedModel:
+    """Sizes from a Hugging Face configuration.
+
+    Raises:
+        InputError: a size is missing or no positive integer; ``where`` says whose.
+    """
+
+    def size(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise InputError(f"{where}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    num_heads, hidden = size("num_attention_heads"), size("hidden_size")
+    num_experts = config.get("num_experts") or config.get("n_routed_experts") or 0
+    return SimulatedModel(
+        name=name,
+        num_layers=size("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=size("num_key_value_heads", num_heads),
+        head_dim=size("head_dim", hidden // num_heads),
+        ffn_size=size("moe_intermediate_size" if num_experts else "intermediate_size"),
+        vocab_size=size("vocab_size"),
+        num_experts=int(num_experts),
+        experts_per_token=size("num_experts_per_tok") if num_experts else 1,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+    )
