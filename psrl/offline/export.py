@@ -27,7 +27,11 @@ def check_out(out: Path) -> None:
         raise InputError(f"--out {out}: the folder {parent} does not exist")
     if not os.access(parent, os.W_OK):
         raise InputError(f"--out {out}: the folder {parent} is not writable")
-    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+    try:
+        taken = out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir())))
+    except OSError as error:  # a name that the file system does not take
+        raise InputError(f"--out {out}: {error.strerror or error}") from error
+    if taken:
         raise InputError(f"--out {out}: exists and is not an empty folder: name another")
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,20 +19,34 @@ from psrl.data.tokenizer import ChatTokenizer, load_model_tokenizer
 from psrl.errors import InputError
 from psrl.integrations.verl.compat import quiet_upstream
 from psrl.models import NAMED_MODELS, named_model_folder
+from psrl.offline.export import check_out, tokenizer_source, write_model
 from psrl.offline.options import OfflineOptions
 from psrl.offline.schedule import batches, num_steps
 from psrl.replay.checkpoint import check_weights
 from psrl.replay.model import check_model_folder, make_placeholder_tokenizer, make_random_model, vocabulary_for
 from psrl.replay.options import TINY_MODELS
-from psrl.sft.export import check_out, tokenizer_source, write_model
 
 if TYPE_CHECKING:
     from psrl.offline.processes import Processes
     from psrl.offline.training import StepRecord, Trainer
 
 
-def run_offline(options: OfflineOptions) -> None:
+@dataclass(frozen=True)
+class OfflineReport:
+    """What a training did."""
+
+    num_samples: int
+    num_targets: int
+    steps: list[StepRecord]
+    """Of this process's part of the training. Their metrics are empty on ranks that have none."""
+
+
+def run_offline(options: OfflineOptions, say: Callable[[str], None] | None = None) -> OfflineReport:
     """Train. In a process that ``torchrun`` started, as one of its ranks; else alone.
+
+    Args:
+        say: takes a line of text at the start and after every step, on the rank that has metrics; by default it is
+            printed.
 
     Raises:
         PSRLError: the input, the model or an option is not usable, or another rank is gone; the message is for the
@@ -47,7 +62,7 @@ def run_offline(options: OfflineOptions) -> None:
         check_vocabulary(samples, vocab_size, options.model)
     stdout = sys.stdout
 
-    def say(line: str) -> None:
+    def printed(line: str) -> None:
         print(f"psrl: {line}", file=stdout, flush=True)
 
     with quiet_upstream():
@@ -56,7 +71,8 @@ def run_offline(options: OfflineOptions) -> None:
         from psrl.offline.processes import joined
 
         with joined(options.timeout) as processes, tempfile.TemporaryDirectory(prefix="psrl_offline_") as scratch:
-            _Job(options, folder, samples, Path(scratch), processes, say).run()
+            steps = _Job(options, folder, samples, Path(scratch), processes, say or printed).run()
+    return OfflineReport(len(samples), sum(sample.num_targets for sample in samples), steps)
 
 
 class _Job:
@@ -81,7 +97,7 @@ class _Job:
             check_weights(folder)
         self._folder = folder
 
-    def run(self) -> None:
+    def run(self) -> list[StepRecord]:
         from psrl.offline.checkpoints import Checkpoints
 
         options = self._options
@@ -89,11 +105,14 @@ class _Job:
         rows_per_step, batch = options.rows_per_step, options.batch
         total = num_steps(len(self._samples), rows_per_step, batch, options.epochs, options.steps)
         trainer = self._trainer(total)
-        checkpoints = Checkpoints(options, trainer.worker, self._processes)
+        checkpoints = Checkpoints(options, trainer.worker, self._processes, self._say)
         last = checkpoints.resume()
         self._greet(trainer, num_ranks, total, last)
 
+        done: list[StepRecord] = []
+
         def on_step(record: StepRecord) -> None:
+            done.append(record)
             if trainer.reports:
                 self._report(record, total)
 
@@ -110,6 +129,7 @@ class _Job:
             trainer.train(rows, on_step)
             checkpoints.after(rows.steps[-1].step, total)
         self._export(trainer)
+        return done
 
     def _trainer(self, total: int) -> Trainer:
         from psrl.offline.training import Trainer
@@ -138,12 +158,18 @@ class _Job:
         loss = metrics.get("loss", metrics.get("actor/pg_loss", float("nan")))
         self._say(
             f"step {record.step}/{total}: loss {loss:.6g}, grad norm {metrics['grad_norm']:.6g}, "
-            f"{record.samples} samples, {record.tokens:,} tokens, imbalance {record.imbalance:.2f}, "
-            f"{record.seconds:.2f} s"
+            f"{record.samples} samples, {self._tokens(record)}, "
+            f"imbalance {record.imbalance:.2f}, {record.seconds:.2f} s"
         )
         if self._options.metrics is not None:
             with self._options.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+    @staticmethod
+    def _tokens(record: StepRecord) -> str:
+        if record.unique_tokens is None:
+            return f"{record.tokens:,} tokens"
+        return f"{record.tokens:,} tokens, {record.unique_tokens:,} of them computed"
 
     def _export(self, trainer: Trainer) -> None:
         """Write the trained model. Gathering the weights is collective, writing is rank 0's."""
@@ -174,13 +200,20 @@ def _random_model(options: OfflineOptions, samples: Sequence[ReplaySample], fold
 
 
 def _read_samples(options: OfflineOptions, folder: Path | None) -> list[ReplaySample]:
+    def note(text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"note: {text}", file=sys.stderr)
+
     def tokenizer() -> ChatTokenizer:
         if options.tokenizer is not None:
             return load_tokenizer(options.tokenizer)
-        return load_model_tokenizer(None if folder is None else str(folder), lambda note: print(note, file=sys.stderr))
+        return load_model_tokenizer(None if folder is None else str(folder), note)
 
     loaded = load_samples(options.files, tokenizer=tokenizer, mode=options.mode, limit=options.limit)
     samples = [sample for sample in loaded.samples if sample.num_targets]
+    num_dropped = len(loaded.samples) - len(samples) + len(loaded.rows_without_samples)
+    if samples and num_dropped:
+        note(f"{num_dropped} rows without targets are left out")
     if not samples:
         raise InputError(f"{loaded.samples[0].where}: none of the samples has a target (token with loss_mask 1)")
     if options.sharing == "off":

@@ -33,7 +33,8 @@ class Processes:
 
 @contextlib.contextmanager
 def joined(timeout: float) -> Iterator[Processes]:
-    """Be part of the process group, and end with an error that names the rank if another process dies.
+    """Be part of the process group, and end with an error that names the rank if another process dies. A group that
+    there is already is used as it is.
 
     Args:
         timeout: seconds that collectives wait and a silent rank is given.
@@ -43,12 +44,9 @@ def joined(timeout: float) -> Iterator[Processes]:
         RankError: another rank did not come, is gone or has failed.
     """
     platform.install()
-    if "WORLD_SIZE" not in os.environ:
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         init_single_process()
-        try:
-            yield Processes(0, 1)
-        finally:
-            dist.destroy_process_group()
+        yield Processes(dist.get_rank(), dist.get_world_size())
         return
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if missing:

@@ -11,7 +11,6 @@ import numpy as np
 from psrl.data import ReplaySample
 from psrl.integrations.verl.orchestrator import Cells, RowKey, place_rows
 from psrl.integrations.verl.segments import segments_from_tokens
-from psrl.sft.batches import epoch_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,20 @@ class BatchRows:
     """Steps whose old log-probs come from the same weights."""
 
     steps: tuple[StepRows, ...]
+
+
+def epoch_batches(samples: Sequence[ReplaySample], batch: int, seed: int, epoch: int) -> list[list[ReplaySample]]:
+    """Every sample once, in batches of ``batch``, the last of which may be smaller.
+
+    Sessions are shuffled, by seed and epoch; the samples of one stay together and in order.
+    """
+    sessions: dict[str, list[ReplaySample]] = {}
+    for sample in samples:
+        sessions.setdefault(sample.session or sample.where, []).append(sample)
+    shuffled = list(sessions.values())
+    np.random.default_rng([seed, epoch]).shuffle(shuffled)  # pyright: ignore[reportArgumentType]
+    ordered = [sample for session in shuffled for sample in session]
+    return [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
 
 
 def num_steps(num_samples: int, rows_per_step: int, batch: int, epochs: int, limit: int | None = None) -> int:

@@ -38,6 +38,8 @@ class StepRecord:
     samples: int
     tokens: int
     """Of all ranks, before sharing."""
+    unique_tokens: int | None
+    """Tokens that were computed, of all ranks. None without sharing."""
     imbalance: float
     seconds: float
 
@@ -81,7 +83,16 @@ class Trainer:
             call = self._call(step, step.ranks[rank], None if columns is None else columns[index])
             output = self.worker.train_mini_batch(call)
             metrics = mini_batch_metrics(output, 1)[0] if self.reports else {}
-            on_step(_record(step, metrics, time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            on_step(_record(step, metrics, self._unique_tokens(), seconds))
+
+    def _unique_tokens(self) -> int | None:
+        if self._options.sharing == "off":
+            return None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        computed = torch.tensor(self.engine.last_report.stats.unique_tokens, device=device)
+        torch.distributed.all_reduce(computed, group=self.engine.get_data_parallel_group())
+        return int(computed)
 
     def _columns(self, samples: Sequence[ReplaySample]) -> dict[str, FloatArray]:
         """[M] old log-probs, recorded or of the weights before the batch, and the reference's if the loss has them."""
@@ -163,6 +174,6 @@ def _policy_loss(options: OfflineOptions) -> Callable[..., Any]:
     )
 
 
-def _record(step: StepRows, metrics: dict[str, float], seconds: float) -> StepRecord:
+def _record(step: StepRows, metrics: dict[str, float], unique_tokens: int | None, seconds: float) -> StepRecord:
     tokens = int(np.sum([sample.num_tokens for rank in step.ranks for sample in rank]))
-    return StepRecord(step.step, step.epoch, metrics, step.num_samples, tokens, step.imbalance, seconds)
+    return StepRecord(step.step, step.epoch, metrics, step.num_samples, tokens, unique_tokens, step.imbalance, seconds)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from psrl.errors import InputError
-from psrl.sft.job import SFTReport, run_sft
-from psrl.sft.options import SFTOptions
+from psrl.offline.job import OfflineReport, run_offline
+from psrl.offline.options import OfflineOptions
 from tests.helpers import make_checkpoint
 
 
@@ -37,13 +37,18 @@ def model(tmp_path_factory) -> str:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", tied=True, vocab=300)
 
 
-def train(traces: Path, model: str, out: Path, **options) -> tuple[SFTReport, list[str]]:
+def train(traces: Path, model: str, out: Path, **options) -> tuple[OfflineReport, list[str]]:
     lines: list[str] = []
     values = {"epochs": 2, "batch": 5, "lr": 2e-3, "max_tokens": 64, "tokenizer": "bytes", **options}
-    return run_sft(SFTOptions(files=(traces,), model=model, out=out, **values), lines.append), lines
+    made = OfflineOptions(files=(traces,), model=model, out=out, objective="sft", **values)
+    return run_offline(made, lines.append), lines
 
 
-def hf_loss(folder: str | Path, report: SFTReport, traces: Path) -> float:
+def losses(report: OfflineReport) -> list[float]:
+    return [step.metrics["loss"] for step in report.steps]
+
+
+def hf_loss(folder: str | Path, report: OfflineReport, traces: Path) -> float:
     """Loss over all samples through transformers, each alone."""
     from psrl.data import load_samples, load_tokenizer
 
@@ -60,31 +65,37 @@ def hf_loss(folder: str | Path, report: SFTReport, traces: Path) -> float:
 
 def test_losses_fall_and_are_the_same_with_and_without_sharing(traces, model, tmp_path):
     reports = {s: train(traces, model, tmp_path / s, sharing=s, dtype="float64")[0] for s in ("on", "off")}
-    shared, plain = reports["on"].epochs, reports["off"].epochs
-    assert len(shared) == 2 and [len(epoch.batch_losses) for epoch in shared] == [3, 3]
+    shared, plain = reports["on"].steps, reports["off"].steps
+    assert [step.epoch for step in shared] == [1, 1, 1, 2, 2, 2]
+    assert losses(reports["on"]) == pytest.approx(losses(reports["off"]), rel=1e-9)
     for a, b in zip(shared, plain, strict=True):
-        assert a.batch_losses == pytest.approx(b.batch_losses, rel=1e-9)
-        assert a.grad_norms == pytest.approx(b.grad_norms, rel=1e-6)  # upstream rounds norms to float32
-        assert a.unique_tokens < 0.6 * a.tokens and b.unique_tokens is None
-    assert shared[1].loss < 0.9 * shared[0].loss
+        norm = b.metrics["grad_norm"]
+        assert a.metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)  # upstream rounds norms to float32
+        assert a.unique_tokens < a.tokens and b.unique_tokens is None
+    assert sum(step.unique_tokens for step in shared) < 0.6 * sum(step.tokens for step in shared)
+    assert sum(losses(reports["on"])[3:]) < 0.9 * sum(losses(reports["on"])[:3])
     weights = [AutoModelForCausalLM.from_pretrained(tmp_path / s, dtype="auto").state_dict() for s in ("on", "off")]
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], rtol=1e-6, atol=1e-8), name
 
 
 def test_what_is_written_is_the_trained_model(traces, model, tmp_path):
-    report, lines = train(traces, model, tmp_path / "out", epochs=1, batch=100, json=tmp_path / "report.json")
-    assert report.epochs[0].loss == pytest.approx(hf_loss(model, report, traces), rel=1e-5)
+    report, lines = train(traces, model, tmp_path / "out", epochs=1, batch=100, metrics=tmp_path / "metrics.jsonl")
+    (loss,) = losses(report)
+    assert loss == pytest.approx(hf_loss(model, report, traces), rel=1e-5)
     after = hf_loss(tmp_path / "out", report, traces)
-    assert after < report.epochs[0].loss
+    assert after < loss
     again, _ = train(traces, str(tmp_path / "out"), tmp_path / "second", epochs=1, batch=100)
-    assert again.epochs[0].loss == pytest.approx(after, rel=1e-5)
-    (epoch,) = report.epochs
-    numbers = f"{epoch.seconds:.1f} s  {epoch.tokens:,} tokens, {epoch.unique_tokens:,} of them computed"
-    assert lines == [f"epoch 1/1  loss {epoch.loss:.4f}  {numbers}"]
-    written = json.loads((tmp_path / "report.json").read_text())
-    assert (written["samples"], written["targets"]) == (12, report.num_targets)
-    assert written["epochs"][0]["batch_losses"] == [report.epochs[0].loss]
+    assert losses(again) == [pytest.approx(after, rel=1e-5)]
+    (step,) = report.steps
+    assert lines == [
+        "1 processes, 1 data-parallel ranks; 12 samples, 1 steps of 100; sft, prefixes shared",
+        f"step 1/1: loss {loss:.6g}, grad norm {step.metrics['grad_norm']:.6g}, 12 samples, {step.tokens:,} tokens, "
+        f"{step.unique_tokens:,} of them computed, imbalance 1.00, {step.seconds:.2f} s",
+        f"wrote {tmp_path / 'out'}",
+    ]
+    (written,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(written)["metrics"]["loss"] == loss
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["dtype"], config["tie_word_embeddings"]) == ("llama", "float32", True)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -100,7 +111,7 @@ def test_nothing_to_train_on(tmp_path):
     path = tmp_path / "no.jsonl"
     path.write_text('{"input_ids": [1, 2], "loss_mask": [0, 0]}\n')
     with pytest.raises(InputError, match="none of the samples has a target"):
-        run_sft(SFTOptions(files=(path,), model="tiny-qwen2", out=tmp_path / "out"))
+        run_offline(OfflineOptions(files=(path,), model="tiny-qwen2", objective="sft", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -109,8 +120,10 @@ def test_the_command(traces, model, tmp_path):
     command = [sys.executable, "-m", "psrl.cli.main", "sft", str(traces), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    first, last = done.stdout.splitlines()
-    assert first.startswith("epoch 1/1  loss ") and last == f"wrote {tmp_path / 'o'}"
+    first, *steps, last = done.stdout.splitlines()
+    assert first == "psrl: 1 processes, 1 data-parallel ranks; 12 samples, 2 steps of 6; sft, prefixes shared"
+    assert [line.split(":")[1] for line in steps] == [" step 1/2", " step 2/2"]
+    assert last == f"psrl: wrote {tmp_path / 'o'}"
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 2
     assert again.stderr == f"psrl: error: --out {tmp_path / 'o'}: exists and is not an empty folder: name another\n"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+
+from psrl.integrations.verl.durable_checkpoint import MANIFEST, TRACKER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "train_torchrun.py"
@@ -113,10 +116,15 @@ def test_two_ranks_train_the_same_model_and_resume(traces: Path, alone: Path, tm
     checkpoints, metrics, out = tmp_path / "checkpoints", tmp_path / "metrics.jsonl", tmp_path / "model"
     common = [traces, *MODEL, *OPTIONS, "--epochs", 2, "--metrics", metrics, "--checkpoints", checkpoints]
     run([*torchrun(2), *common, "--steps", 3, "--save-every", 1], tmp_path / "log1")
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_2", "step_4"]
-    (checkpoints / "step_8.partial").mkdir()  # as a training leaves it that was killed while it saved
+    folders = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+    assert folders == ["global_step_2", "global_step_4"]
+    # As a training leaves it that was killed while it saved: named by nothing, without a manifest.
+    shutil.copytree(checkpoints / "global_step_4", checkpoints / "global_step_8")
+    (checkpoints / "global_step_8" / MANIFEST).unlink()
+    (checkpoints / TRACKER).write_text("8")
     log = run([*torchrun(2), *common, "--out", out], tmp_path / "log2")
     assert "2 processes, 2 data-parallel ranks" in log and "resumed after step 4" in log
+    assert "not resumed from: " in log and "global_step_8: not saved to its end" in log
     expected = steps(alone / "metrics.jsonl")
     assert steps(metrics) == [(pytest.approx(loss, rel=1e-4, abs=1e-6), pytest.approx(norm, rel=1e-4)) for loss, norm
                               in expected]  # fmt: skip
@@ -132,7 +140,7 @@ def test_another_trainings_checkpoint_is_refused(traces: Path, tmp_path: Path):
     run(common, tmp_path / "log")
     for more, message in (
         (["--seed", 3], "was saved with seed = 42, but this training has 3"),
-        (["--resume", "never"], "holds step_2: name another folder, or use --resume auto"),
+        (["--resume", "never"], "holds global_step_2: name another folder, or use --resume auto"),
     ):
         process = start([*common, *more], tmp_path / "log")
         with ended(process):

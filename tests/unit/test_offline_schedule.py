@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from psrl.data import ReplaySample
-from psrl.errors import ConfigError
+from psrl.errors import ConfigError, InputError
+from psrl.offline.export import check_out
 from psrl.offline.options import Layout, OfflineOptions
-from psrl.offline.schedule import batches, num_steps
+from psrl.offline.schedule import batches, epoch_batches, num_steps
 
 
 def samples(num_sessions: int, num_turns: int) -> list[ReplaySample]:
@@ -82,6 +83,14 @@ def test_training_ends_with_a_whole_batch():
         ({"save_every": 2}, "--save-every and --keep need --checkpoints"),
         ({"timeout": float("nan")}, "--timeout must be a finite number above 0, got nan"),
         ({"max_tokens": 0}, "--max-tokens must be at least 1, got 0"),
+        ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+        ({"limit": 0}, "--limit must be at least 1, got 0"),
+        ({"warmup": -1}, "--warmup must be at least 0, got -1"),
+        ({"seed": -1}, "--seed must be in 0 .. 4294967295, got -1"),
+        ({"lr": float("inf")}, "--lr must be a finite number above 0, got inf"),
+        ({"sharing": "both"}, "--sharing must be one of on, off, got 'both'"),
+        ({"dtype": "int8"}, "--dtype must be one of float32, float64, bfloat16, got 'int8'"),
+        ({"mode": "turn"}, "--mode must be one of step, trajectory, got 'turn'"),
     ],
 )
 def test_options_out_of_range_name_the_flag(values, message):
@@ -98,3 +107,41 @@ def test_layouts_that_do_not_divide():
         Layout(vpp=2)
     with pytest.raises(ConfigError, match="--ep 3 does not divide the 4 ranks of a stage"):
         Layout(ep=3).data_parallel_size(4)
+
+
+def test_the_output_folder(tmp_path):
+    check_out(tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    check_out(tmp_path / "empty")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").touch()
+    for out, reason in (
+        (tmp_path / "full", "not an empty folder"),
+        (tmp_path / "a" / "b", "does not exist"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            check_out(out)
+
+
+def one_token_of(session: str, index: int) -> ReplaySample:
+    ids = np.arange(3)
+    return ReplaySample(f"f:{index}", ids, ids > 1, ids, np.ones(1), None, "u", session, index)
+
+
+def order(batches: list[list[ReplaySample]]) -> tuple[tuple[str, int], ...]:
+    return tuple((sample.session, sample.index) for batch in batches for sample in batch)
+
+
+def test_an_epoch_has_every_sample_once_and_keeps_sessions_together():
+    rows = [one_token_of(session, index) for session in "abcdefgh" for index in range(3)]
+    first, second = (epoch_batches(rows, 5, seed=1, epoch=epoch) for epoch in (0, 1))
+    assert [len(batch) for batch in first] == [5, 5, 5, 5, 4]
+    for found in (first, second):
+        ordered = order(found)
+        assert sorted(ordered) == [(s.session, s.index) for s in rows]
+        assert [session for session, _ in ordered][::3] == [session for session, _ in ordered][2::3]
+        assert [index for _, index in ordered] == [0, 1, 2] * 8
+    orders = {(seed, epoch): order(epoch_batches(rows, 5, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}
+    assert len(set(orders.values())) == 4
+    assert orders[1, 0] == order(first)
