@@ -26,6 +26,7 @@ from psrl.replay.model import (
 from psrl.replay.options import TINY_MODELS, ReplayOptions
 from psrl.replay.output import check_targets, staged_json, write_dump
 from psrl.replay.progress import Progress
+from psrl.replay.ranks import Ranks, run_on_ranks
 
 if TYPE_CHECKING:
     from psrl.replay.compare import Difference
@@ -46,14 +47,24 @@ def run_replay(options: ReplayOptions) -> int:
     check_targets(options.dump, options.json, options.files)
     if options.model in NAMED_MODELS:
         options = dataclasses.replace(options, model=str(named_model_folder(options.model)))
+    if options.parallel.num_ranks == 1:
+        return _run_rank(options, Ranks())
+    return run_on_ranks(options.parallel.num_ranks, _run_rank, options)
+
+
+def _run_rank(options: ReplayOptions, ranks: Ranks) -> int:
+    """The replay as one of its processes; the first reports and writes."""
     num_sides = 2 if options.sharing == "both" else 1
-    with Progress(total=1 + num_sides * (1 + 3 * options.repeat), repeats=options.repeat) as progress:
+    total = 1 + num_sides * (1 + 3 * options.repeat)
+    with Progress(total=total, repeats=options.repeat, is_shown=ranks.is_first) as progress:
         with progress.task("reading", ", ".join(path.name for path in options.files)):
             vocab_size = None if options.model in TINY_MODELS else check_model_folder(options.model)
             samples = _read_samples(options, progress)
             vocab_size = _check_vocabulary(options, samples, vocab_size)
         with tempfile.TemporaryDirectory(prefix="psrl_replay_") as scratch:
-            runner = _quietly(lambda: _run(options, samples, vocab_size, Path(scratch), progress))
+            runner = _quietly(lambda: _run(options, samples, vocab_size, Path(scratch), progress, ranks))
+        if not ranks.is_first:
+            return EXIT_OK
         differences = _compare(options, runner, progress) if options.sharing == "both" else None
     return _finish(options, samples, vocab_size, runner, differences)
 
@@ -131,7 +142,12 @@ def _check_vocabulary(options: ReplayOptions, samples: Sequence[ReplaySample], v
 
 
 def _run(
-    options: ReplayOptions, samples: Sequence[ReplaySample], vocab_size: int, scratch: Path, progress: Progress
+    options: ReplayOptions,
+    samples: Sequence[ReplaySample],
+    vocab_size: int,
+    scratch: Path,
+    progress: Progress,
+    ranks: Ranks,
 ) -> PhaseRunner:
     from psrl.replay.phases import PhaseRunner
     from psrl.replay.side import SHARED, UNSHARED
@@ -144,7 +160,7 @@ def _run(
     for name in names:
         with progress.task("building the model", name):
             sides.append(_build(name, options, model, samples, progress))
-    runner = PhaseRunner(options, samples, sides, progress)
+    runner = PhaseRunner(options, samples, sides, progress, ranks)
     runner.run()
     return runner
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from psrl.errors import InputError, UnsupportedError
 from psrl.integrations.verl.support import check_model
 from psrl.models import NAMED_MODELS
 from psrl.replay.checkpoint import INDEX
-from psrl.replay.options import TINY_MODELS, TinyModel
+from psrl.replay.options import TINY_EXPERTS, TINY_MODELS, TinyModel
 
 MAX_VOCAB = 262_144
 """Largest vocabulary of a random model."""
@@ -119,7 +119,12 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
     config_cls, model_cls = {
         "tiny-qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "tiny-qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "tiny-qwen3-moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[kind]
+    extra: dict[str, Any] = {} if kind == "tiny-qwen2" else {"head_dim": sizes.hidden // sizes.heads}
+    if kind == "tiny-qwen3-moe":
+        extra |= {"num_experts": TINY_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * sizes.hidden}
+        extra |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     config = config_cls(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden,
@@ -132,14 +137,28 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **({"head_dim": sizes.hidden // sizes.heads} if kind == "tiny-qwen3" else {}),
+        **extra,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_cls(config).float()
     config.architectures = [model_cls.__name__]
     config.save_pretrained(path)
-    save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
+    weights = dict(_one_by_one(model.state_dict()))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _one_by_one(weights: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Experts as checkpoints name them, one matrix each; transformers stacks them in memory."""
+    for name, weight in weights.items():
+        stem, _, kind = name.rpartition(".mlp.experts.")
+        if not stem:
+            yield name, weight
+            continue
+        for index, matrix in enumerate(weight):
+            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+            for part, value in [(kind, matrix)] if kind == "down_proj" else parts:
+                yield f"{stem}.mlp.experts.{index}.{part}.weight", value.contiguous()
 
 
 def make_placeholder_tokenizer(path: Path) -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from psrl.data.chat import MODES
-from psrl.errors import ConfigError
+from psrl.errors import ConfigError, UnsupportedError
 
 SHARING = ("on", "off", "both")
 DTYPES = ("float32", "float64", "bfloat16")
 ATTENTION = ("auto", "reference", "sdpa")
 RECOMPUTE = ("none", "selective", "full")
-TINY_MODELS = ("tiny-qwen2", "tiny-qwen3")
+TINY_MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe")
+TINY_EXPERTS = 4
+"""Experts of ``tiny-qwen3-moe``, of which a token visits two."""
 LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "geo_mean", "clip_cov", "kl_cov",
     "bypass_mode",
@@ -28,7 +30,7 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Sizes of the random model that ``--model tiny-qwen2`` or ``tiny-qwen3`` makes."""
+    """Sizes of the random models that ``--model tiny-...`` makes."""
 
     hidden: int = 256
     layers: int = 4
@@ -45,6 +47,32 @@ class TinyModel:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """Sizes of a replay's parallel layout. It starts ``tp x pp x cp x dp`` processes."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks of each pipeline stage."""
+    cp: int = 1
+    ep: int = 1
+    """Ranks over which experts are spread, among those of ``tp x cp x dp``."""
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "cp", "ep", "dp"):
+            _at_least(_flag(name), getattr(self, name), 1)
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"--vpp {self.vpp} needs --pp of at least 2")
+        if (self.tp * self.cp * self.dp) % self.ep:
+            raise ConfigError(f"--ep {self.ep} must divide --tp x --cp x --dp, which is {self.tp * self.cp * self.dp}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True)
 class ReplayOptions:
     """One replay. Names follow the command line; messages name the flag.
 
@@ -55,6 +83,7 @@ class ReplayOptions:
     files: tuple[Path, ...]
     model: str = "tiny-qwen2"
     tiny: TinyModel = field(default_factory=TinyModel)
+    parallel: Parallel = field(default_factory=Parallel)
     sharing: str = "on"
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Most tokens of a micro-batch. Without sharing at least the longest sample, which veRL cannot split."""
@@ -103,6 +132,10 @@ class ReplayOptions:
                 raise ConfigError(f"{_flag(name)} must be a finite number and not negative, got {value}")
         if self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"--temperature must be at least {MIN_TEMPERATURE:g}, got {self.temperature:g}")
+        if self.parallel.cp > 1:
+            raise UnsupportedError(f"--cp {self.parallel.cp}: context parallelism is not supported, set it to 1")
+        if self.parallel.ep > 1 and self.model in TINY_MODELS and self.model != "tiny-qwen3-moe":
+            raise ConfigError(f"--ep {self.parallel.ep}: {self.model} has no experts; use --model tiny-qwen3-moe")
         if not self.files:
             raise ConfigError("no input files")
 
@@ -120,6 +153,7 @@ class ReplayOptions:
         values["files"] = [str(path) for path in self.files]
         values["loss_agg_mode"] = self.effective_loss_agg_mode
         values["tiny"] = vars(self.tiny) if self.model in TINY_MODELS else None
+        values["parallel"] = vars(self.parallel)
         for name in ("dump", "json"):
             values[name] = None if values[name] is None else str(values[name])
         return values

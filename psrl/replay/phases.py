@@ -10,7 +10,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +25,14 @@ from psrl.integrations.verl.replay_batch import ReplayBatch
 from psrl.replay.clock import Seconds, now
 from psrl.replay.options import ReplayOptions
 from psrl.replay.progress import Progress
+from psrl.replay.ranks import Ranks
+from psrl.replay.shares import Share, share_of
 from psrl.replay.side import Observation, Side, observed
 from psrl.types import FloatArray
 
 OLD_LOG_PROB, REF, UPDATE = "old_log_prob", "ref", "update"
 PHASES = (OLD_LOG_PROB, REF, UPDATE)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -55,16 +59,23 @@ class PhaseRunner:
     """Runs phases in order: every repeat of a phase runs every side once, before the next phase begins."""
 
     def __init__(
-        self, options: ReplayOptions, samples: Sequence[ReplaySample], sides: Sequence[Side], progress: Progress
+        self,
+        options: ReplayOptions,
+        samples: Sequence[ReplaySample],
+        sides: Sequence[Side],
+        progress: Progress,
+        ranks: Ranks,
     ) -> None:
         self._options, self._samples, self._sides, self._progress = options, samples, sides, progress
+        self._ranks = ranks
         self._dtype = torch.float64 if options.dtype == "float64" else torch.float32
-        self._whole = ReplayBatch(samples, dtype=self._dtype)
+        self.cu_targets = np.cumsum([0, *(sample.num_targets for sample in samples)], dtype=np.int64)
+        self._whole = _Call(self, slice(0, len(samples)), len(samples))
         self._mini_batch = min(options.mini_batch or len(samples), len(samples))
         num_full = len(samples) // self._mini_batch * self._mini_batch
         # The last mini-batch may be smaller; a call of the worker takes equal ones.
         self._parts = [
-            (part, ReplayBatch(samples[part], dtype=self._dtype))
+            _Call(self, part, min(self._mini_batch, part.stop - part.start))
             for part in (slice(0, num_full), slice(num_full, len(samples)))
             if samples[part]
         ]
@@ -73,12 +84,14 @@ class PhaseRunner:
         }
 
     @property
-    def cu_targets(self) -> np.ndarray:
-        return self._whole.cu_targets
-
-    @property
     def num_mini_batches(self) -> int:
-        return sum(self._num_mini_batches(batch) for _, batch in self._parts)
+        return sum(call.num_mini_batches for call in self._parts)
+
+    def call_of(self, rows: slice, mini_batch: int) -> tuple[Share, ReplayBatch]:
+        """This rank's part of a call of the worker."""
+        dp_rank, dp_size = self._sides[0].dp_rank, self._options.parallel.dp
+        share = share_of(self._samples, rows, mini_batch, self.cu_targets, dp_rank, dp_size)
+        return share, ReplayBatch(share.samples, dtype=self._dtype)
 
     def sample_values(self) -> dict[str, Tensor]:
         """``log_probs.{row}`` and ``entropy.{row}`` of the old-log-prob phase, one value per target of the sample.
@@ -115,52 +128,74 @@ class PhaseRunner:
 
     # ------------------------------------------------------------------------------------------- forward-only phases
     def _infer(self, phase: str, worker: Any, side: Side, run: PhaseRun) -> None:
-        batch = self._whole.tensordict(
+        share, rows = self._whole.share, self._whole.batch
+        batch = rows.tensordict(
             max_tokens=side.max_tokens,
             temperature=self._options.temperature,
             calculate_entropy=phase == OLD_LOG_PROB,
             compute_loss=False,
         )
-        with observed(worker, on_micro_batch=self._progress.micro_batch) as seen, _placed(self._samples, seen, None):
+        with observed(worker, on_micro_batch=self._progress.micro_batch) as seen, _placed(share.samples, seen, None):
             start = now()
             output = worker.infer_batch(batch)
             _record(run, seen, now().minus(start))
-        if not run.outputs_M:
-            run.first = seen
-            for key in ("log_probs", "entropy"):
-                if key in output:
-                    run.outputs_M[key] = self._whole.targets_of(output[key])
-                    self._check_outputs(key, run.outputs_M[key], side.name)
+        if run.outputs_M:
+            return
+        seen.reports = self._all_reports(side, seen)
+        run.first = seen
+        for key in ("log_probs", "entropy")[: 1 + (phase == OLD_LOG_PROB)]:
+            values = None if output is None else rows.targets_of(output[key])
+            run.outputs_M[key] = self._all_targets(share, values)
+            self._check_outputs(key, run.outputs_M[key], side.name)
+
+    def _all_targets(self, share: Share, values_m: Tensor | None) -> Tensor:
+        """[M] values of all targets, from the ranks that have their share's. Collective."""
+        whole = torch.empty(int(self.cu_targets[-1]), dtype=self._dtype)
+        for part in self._ranks.gather(None if values_m is None else (share.targets_m, values_m)):
+            if part is not None:
+                whole[torch.from_numpy(part[0])] = part[1].to(self._dtype)
+        return whole
+
+    def _all_reports(self, side: Side, seen: Observation) -> list[Any]:
+        """The reports of one rank of every data-parallel replica. Collective."""
+        by_replica = dict(reversed(self._ranks.gather((side.dp_rank, seen.reports))))
+        return [report for _, reports in sorted(by_replica.items()) for report in reports]
 
     # --------------------------------------------------------------------------------------------------------- update
     def _update(self, side: Side, run: PhaseRun) -> None:
         columns_M = self._update_columns(side.name)
         is_first_repeat = not run.seconds
         for step in range(self._options.steps):
-            calls = [(batch, self._update_call(side, part, batch, columns_M)) for part, batch in self._parts]
+            calls = [(call, self._update_call(side, call, columns_M)) for call in self._parts]
             whole = Observation()
             seconds = Seconds()
-            for index, (batch, call) in enumerate(calls):
-                samples = self._samples[self._parts[index][0]]
+            for index, (call, batch) in enumerate(calls):
                 with (
                     observed(
                         side.actor,
                         with_gradients=is_first_repeat and step == 0 and index == 0,
                         on_micro_batch=self._progress.micro_batch,
                     ) as seen,
-                    _placed(samples, seen, self._mini_batch),
+                    _placed(call.share.samples, seen, call.rows_per_mini_batch),
                 ):
                     start = now()
-                    output = side.actor.train_mini_batch(call)
+                    output = side.actor.train_mini_batch(batch)
                     seconds = seconds.plus(now().minus(start).minus(seen.excluded))
                 _add(whole, seen)
-                metrics = mini_batch_metrics(output, self._num_mini_batches(batch))
-                self._check_update(samples, metrics, seen, side.name)
+                metrics = self._first_output(
+                    None if output is None else mini_batch_metrics(output, call.num_mini_batches)
+                )
+                self._check_update(self._samples[call.rows], metrics, seen, side.name)
                 if is_first_repeat:
                     run.metrics += metrics
             _record(run, whole, seconds)
             if is_first_repeat and step == 0:
+                whole.reports = self._all_reports(side, whole)
                 run.first = whole
+
+    def _first_output(self, value: _T | None) -> _T:
+        """What the first rank that has outputs made of them. Collective."""
+        return next(x for x in self._ranks.gather(value) if x is not None)
 
     def _check_outputs(self, key: str, values_M: Tensor, side: str) -> None:
         bad = torch.nonzero(~values_M.isfinite())
@@ -189,9 +224,6 @@ class PhaseRunner:
                     f"({side})"
                 )
 
-    def _num_mini_batches(self, batch: ReplayBatch) -> int:
-        return max(1, batch.num_samples // self._mini_batch)
-
     def _update_columns(self, side: str) -> dict[str, FloatArray]:
         """[M] old log-probs, given or computed by this side, and the reference's where the loss wants them."""
         columns = {"old_log_probs": self.runs[OLD_LOG_PROB][side].outputs_M["log_probs"].double().numpy().copy()}
@@ -203,20 +235,43 @@ class PhaseRunner:
             columns["ref_log_prob"] = self.runs[REF][side].outputs_M["log_probs"].double().numpy()
         return columns
 
-    def _update_call(self, side: Side, part: slice, batch: ReplayBatch, columns_M: dict[str, FloatArray]) -> TensorDict:
-        targets = slice(int(self.cu_targets[part.start]), int(self.cu_targets[part.stop]))
-        mini_batch_size = batch.num_samples // self._num_mini_batches(batch)
-        return batch.tensordict(
+    def _update_call(self, side: Side, call: _Call, columns_M: dict[str, FloatArray]) -> TensorDict:
+        return call.batch.tensordict(
             max_tokens=side.max_tokens,
             temperature=self._options.temperature,
             calculate_entropy=self._options.entropy_coeff != 0,
-            per_target={key: values[targets] for key, values in columns_M.items()},
-            global_batch_size=mini_batch_size,
-            mini_batch_size=mini_batch_size,
+            per_target={key: values[call.share.targets_m] for key, values in columns_M.items()},
+            global_batch_size=call.mini_batch,
+            mini_batch_size=call.share.num_padded,
             epochs=1,
             seed=self._options.seed,
             dataloader_kwargs={"shuffle": False},
         )
+
+
+class _Call:
+    """Rows of one call of the worker, cut into mini-batches of one size, and this rank's share of them."""
+
+    def __init__(self, runner: PhaseRunner, rows: slice, mini_batch: int) -> None:
+        self.rows, self.mini_batch = rows, mini_batch
+        self.num_mini_batches = max(1, (rows.stop - rows.start) // max(1, mini_batch))
+        self._runner = runner
+
+    @cached_property
+    def _part(self) -> tuple[Share, ReplayBatch]:
+        return self._runner.call_of(self.rows, self.mini_batch)
+
+    @property
+    def share(self) -> Share:
+        return self._part[0]
+
+    @property
+    def batch(self) -> ReplayBatch:
+        return self._part[1]
+
+    @property
+    def rows_per_mini_batch(self) -> int:
+        return len(self.share.samples) // self.num_mini_batches
 
 
 @contextlib.contextmanager

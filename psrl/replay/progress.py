@@ -15,11 +15,13 @@ _NAMES = {"old_log_prob": "old log-prob", "ref": "reference", "update": "update"
 class Progress:
     """Counts executions of phases; within one, the micro-batches that have begun."""
 
-    def __init__(self, total: int, repeats: int) -> None:
+    def __init__(self, total: int, repeats: int, *, is_shown: bool = True) -> None:
         """
         Args:
             total: executions to come: building a side is one, and so is each repeat of a phase on a side.
+            is_shown: False on ranks that leave it to another to say anything.
         """
+        self._is_shown = is_shown
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._repeats = repeats
         self._bar = RichProgress(
@@ -32,7 +34,7 @@ class Progress:
             console=self.console,
             transient=True,
             redirect_stdout=False,
-            disable=not self.console.is_terminal,
+            disable=not (is_shown and self.console.is_terminal),
         )
         self._task = self._bar.add_task("", total=total, micro_batch="")
 
@@ -60,4 +62,5 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line that stays, also where there is no bar."""
-        self.console.print(f"note: {text}", markup=False)
+        if self._is_shown:
+            self.console.print(f"note: {text}", markup=False)

@@ -42,6 +42,10 @@ class Side:
     ref: Any
     max_tokens: int
 
+    @property
+    def dp_rank(self) -> int:
+        return self.actor.engine.get_data_parallel_rank()
+
 
 def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens: int) -> Side:
     """Build both workers of a side on the checkpoint, with equal weights.
@@ -57,6 +61,8 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
         attention_backend=options.attention,
     )
 
+    parallel = options.parallel
+
     def build(forward_only: bool) -> Any:
         return build_training_worker(
             model.folder,
@@ -70,6 +76,12 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
             quiet=False,  # the whole job is
             model={"tokenizer_path": str(model.tokenizer_folder)},
             vanilla_mbridge=True,  # gradients are exported through it
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=1 if parallel.ep > 1 else None,  # whole experts, or split like the rest
         )
 
     actor = build(forward_only=False)

@@ -1,6 +1,7 @@
 """Where a layer's K/V meet the cache: write in pass 1, read the path, accumulate and tap gradients in pass 2.
 
-Shape legend: T local tokens, P path tokens, K kv heads, H head dim.
+Shape legend: T local tokens, padding at the end included, n of them without padding, P path tokens, K kv heads, H head
+dim.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
     adds the path's gradients to the cache and adds to the local gradients what descendants accumulated (the KV tap).
 
     Args:
-        layer: index among this rank's layers.
+        layer: index among the layers of this model chunk.
     """
     mb = execution.micro_batch.plan
     if not mb.path_blocks and not mb.own_blocks:
@@ -58,7 +59,13 @@ class _PathAndTap(torch.autograd.Function):
         dk_TKH, dv_TKH = dk_SKH[path_len:], dv_SKH[path_len:]
         if mb.own_blocks:
             tapped = cache.own_grads(mb.index, layer)
-            dk_TKH = (dk_TKH + tapped.k).to(dk_SKH.dtype)
-            dv_TKH = (dv_TKH + tapped.v).to(dv_SKH.dtype)
+            dk_TKH, dv_TKH = _add_leading(dk_TKH, tapped.k), _add_leading(dv_TKH, tapped.v)
         cache.end_layer(mb.index, backward=True)
         return dk_TKH, dv_TKH, None, None
+
+
+def _add_leading(grad_TKH: Tensor, tapped_nKH: Tensor) -> Tensor:
+    """``grad`` with the accumulated gradient added to its first n tokens, in the accumulator's precision."""
+    num_tokens = len(tapped_nKH)
+    total_nKH = (grad_TKH[:num_tokens] + tapped_nKH).to(grad_TKH.dtype)
+    return total_nKH if num_tokens == len(grad_TKH) else torch.cat([total_nKH, grad_TKH[num_tokens:]])

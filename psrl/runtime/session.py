@@ -4,31 +4,45 @@ Attention and its recomputation find their micro-batch through the object that t
 ``integrations/megatron/packed.py``). Only what surrounds the layers in a forward (rotary table, output rows) asks
 ``active_micro_batch``.
 
-Shape legend: T local tokens, R logit rows, E edges of a micro-batch.
+A rank may hold several model chunks (virtual pipeline stages). Each has a cache of its own layers: a schedule runs the
+micro-batches of one chunk in order, but not those of two.
+
+Shape legend: U unique tokens of the plan, T tokens of a micro-batch, padding at the end included, R logit rows, E edges
+of a micro-batch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from psrl.cache import KVCache
 from psrl.errors import PlanError
 from psrl.runtime.attention import AttentionLayout
+from psrl.runtime.routing import RouterLoads, RouterPass
 from psrl.types import ExecutionPlan, IntArray, MicroBatch
 
 _ACTIVE: ContextVar[BoundMicroBatch | None] = ContextVar("psrl_active_micro_batch", default=None)
+_LAYER: ContextVar[Execution | None] = ContextVar("psrl_layer_execution", default=None)
+
+
+DUMMY = -1
+"""Index of a micro-batch that is no part of the plan: ranks run it to keep in step with others. One token, no edges."""
 
 
 @dataclass(frozen=True)
 class BoundMicroBatch:
-    """A micro-batch of the plan with its tensors on the device, ready for a model forward."""
+    """A micro-batch of the plan with its tensors on the device, ready for a model forward.
+
+    Padding tokens come last: id 0 at position 0, each visible to itself only, so that nothing else depends on them.
+    """
 
     plan: MicroBatch
     token_ids_T: Tensor
@@ -41,6 +55,12 @@ class BoundMicroBatch:
     edges_E: Tensor
     edge_rows_E: Tensor
     edge_labels_E: Tensor
+    token_weights_T: Tensor | None
+    """Samples that each token stands for, 0 for padding; None where the session does not count them."""
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.plan.index == DUMMY
 
     @property
     def has_edges(self) -> bool:
@@ -56,20 +76,74 @@ class Execution:
     backward: bool
     """Pass 2: a backward follows. Otherwise the forward is all, and a spine micro-batch writes its blocks."""
     attention_backend: str
+    router: RouterPass | None = None
+    """For expert routers with losses or statistics."""
+
+
+@dataclass(frozen=True)
+class RouterSamples:
+    """The samples of a session as expert routers see them."""
+
+    token_counts_U: IntArray
+    """Samples that hold each unique token."""
+    num_tokens: int
+    """Sum of the counts: tokens of all samples."""
+    loads: RouterLoads | None
+    """For balancing losses: filled by a session that ``is_counting``, read by the next."""
+    is_counting: bool = False
 
 
 class Session:
     """One plan on one rank and device. Binds micro-batches lazily and keeps them for both passes."""
 
-    def __init__(self, plan: ExecutionPlan, *, num_layers: int, device: torch.device, attention_backend: str) -> None:
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        *,
+        chunk_layers: Sequence[int],
+        device: torch.device,
+        attention_backend: str,
+        token_multiple: int = 1,
+        router: RouterSamples | None = None,
+    ) -> None:
+        """
+        Args:
+            chunk_layers: number of attention layers of each model chunk of this rank.
+            token_multiple: micro-batches are padded to a multiple of it (sequence parallelism splits them evenly).
+            router: what routers with losses or statistics have to know of the samples.
+        """
         self.plan = plan
         self.device = device
         self.attention_backend = attention_backend
-        self.cache = KVCache(plan, num_layers)
+        self.caches = tuple(KVCache(plan, num_layers) for num_layers in chunk_layers)
+        self._token_multiple = token_multiple
+        self._router = router
         self._bound: dict[int, BoundMicroBatch] = {}
 
-    def execution(self, index: int, *, backward: bool) -> Execution:
-        return Execution(self._bind(index), self.cache, backward, self.attention_backend)
+    def execution(self, index: int, *, chunk: int = 0, backward: bool, router_scale: float = 1.0) -> Execution:
+        """Micro-batch ``index`` (or ``DUMMY``) on one model chunk.
+
+        Args:
+            router_scale: factor of the routers' losses.
+        """
+        router = None
+        if self._router is not None:
+            router = RouterPass(
+                self._router.loads, self._router.num_tokens, self._router.is_counting and not backward, router_scale
+            )
+        return Execution(self._bind(index), self.caches[chunk], backward, self.attention_backend, router)
+
+    @property
+    def peak_cache_bytes(self) -> int:
+        """Sum of the chunks' peaks."""
+        return sum(cache.tier.peak_bytes for cache in self.caches)
+
+    def check_drained(self) -> None:
+        """Raises:
+        PlanError: KV blocks are left in a cache.
+        """
+        for cache in self.caches:
+            cache.check_drained()
 
     @cached_property
     def _token_ids_U(self) -> Tensor:
@@ -89,22 +163,59 @@ class Session:
     def _bind(self, index: int) -> BoundMicroBatch:
         bound = self._bound.get(index)
         if bound is None:
-            mb = self.plan.micro_batches[index]
+            mb = _DUMMY_MICRO_BATCH if index == DUMMY else self.plan.micro_batches[index]
+            num_padding = max(1, -(-mb.num_tokens // self._token_multiple)) * self._token_multiple - mb.num_tokens
             tokens = self._tensor(mb.tokens_T)
             edges = self._tensor(mb.edges_E)
             is_scaled = bool((mb.row_temperature_R != 1.0).any())
             bound = self._bound[index] = BoundMicroBatch(
                 plan=mb,
-                token_ids_T=self._token_ids_U[tokens],
-                position_ids_T=self._position_ids_U[tokens],
-                layout=AttentionLayout.build(mb.first_S, mb.last_S, mb.num_tokens),
+                token_ids_T=_padded(self._token_ids_U[tokens], num_padding),
+                position_ids_T=_padded(self._position_ids_U[tokens], num_padding),
+                layout=_padded_layout(mb, num_padding),
                 rows_R=self._tensor(mb.rows_R) if len(mb.rows_R) else tokens.new_zeros(1),
                 row_temperature_R=torch.from_numpy(mb.row_temperature_R).to(self.device) if is_scaled else None,
                 edges_E=edges,
                 edge_rows_E=self._tensor(mb.edge_rows_E),
                 edge_labels_E=self._label_E[edges],
+                token_weights_T=self._token_weights(mb, num_padding),
             )
         return bound
+
+    def _token_weights(self, mb: MicroBatch, num_padding: int) -> Tensor | None:
+        if self._router is None:
+            return None
+        return _padded(self._tensor(self._router.token_counts_U[mb.tokens_T]), num_padding)
+
+
+_NONE = np.empty(0, dtype=np.int64)
+_DUMMY_MICRO_BATCH = MicroBatch(
+    index=DUMMY,
+    is_spine=False,
+    tokens_T=_NONE,
+    first_S=_NONE,
+    last_S=_NONE,
+    path_blocks=(),
+    own_blocks=(),
+    rows_R=_NONE,
+    row_temperature_R=np.empty(0),
+    edges_E=_NONE,
+    edge_rows_E=_NONE,
+    completes=_NONE,
+    cost=0.0,
+)
+"""All padding."""
+
+
+def _padded(values_T: Tensor, num_padding: int) -> Tensor:
+    return torch.cat([values_T, values_T.new_zeros(num_padding)]) if num_padding else values_T
+
+
+def _padded_layout(mb: MicroBatch, num_padding: int) -> AttentionLayout:
+    num_tokens = mb.num_tokens + num_padding
+    padding = np.arange(mb.num_tokens, num_tokens)
+    first_S, last_S = np.concatenate([mb.first_S, padding]), np.concatenate([mb.last_S, padding + 1])
+    return AttentionLayout.build(first_S, last_S, num_tokens)
 
 
 @contextlib.contextmanager
@@ -126,3 +237,20 @@ def forwarding(micro_batch: BoundMicroBatch) -> Iterator[None]:
 def active_micro_batch() -> BoundMicroBatch | None:
     """The micro-batch whose model forward runs now, None outside."""
     return _ACTIVE.get()
+
+
+def enter_layer(execution: Execution) -> None:
+    """Attention tells the rest of its layer, which runs next and without the inputs that say so, whose turn it is."""
+    _LAYER.set(execution)
+
+
+def layer_execution() -> Execution:
+    """The execution whose attention ran last, in a forward or in its recomputation.
+
+    Raises:
+        PlanError: none has.
+    """
+    execution = _LAYER.get()
+    if execution is None:
+        raise PlanError("a layer was called outside a micro-batch of an execution plan")
+    return execution

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -14,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -21,6 +24,7 @@ KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -36,6 +40,8 @@ def make_checkpoint(
     seed: int = 0,
     rope_theta: float | None = None,
     head_dim: int | None = None,
+    experts: int = 4,
+    expert_bias: bool = False,
 ) -> str:
     """Write a seeded random checkpoint (float32) with a word-level tokenizer to ``path``; returns ``path`` as str.
 
@@ -43,6 +49,9 @@ def make_checkpoint(
     """
     config_cls, model_cls = KINDS[kind]
     extra: dict[str, object] = {"head_dim": head_dim or hidden // heads} if kind != "qwen2" else {}
+    if kind == "qwen3_moe":
+        extra |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        extra |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if rope_theta is not None:
         extra["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta}
     config = config_cls(
@@ -69,8 +78,19 @@ def make_checkpoint(
                 else:
                     param.mul_(3.0)
     model.save_pretrained(path)
+    if expert_bias:
+        _add_expert_biases(Path(path) / "model.safetensors", layers, experts)
     _make_tokenizer(path, vocab)
     return str(path)
+
+
+EXPERT_BIAS = "model.layers.{layer_number}.mlp.gate.e_score_correction_bias"
+"""Where DeepSeek-V3 keeps the bias of its router; Qwen3-MoE has none."""
+
+
+def _add_expert_biases(weights: Path, layers: int, experts: int) -> None:
+    biases = {EXPERT_BIAS.format(layer_number=i): torch.zeros(experts) for i in range(layers)}
+    save_file({**load_file(weights), **biases}, weights, metadata={"format": "pt"})
 
 
 def _make_tokenizer(path: str | Path, vocab: int) -> None:

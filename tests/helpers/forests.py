@@ -59,4 +59,9 @@ def degenerate_rows(seed: int = 0) -> list[Row]:
     return [_with_targets(ids, mask, rnd, f"odd{i % 3}") for i, (ids, mask) in enumerate(cases)]
 
 
+def wide_rows() -> list[Row]:
+    """Enough groups that the cache of one is a small part of all of them; 32 rows, as many trees for every share."""
+    return [row for seed in range(4) for row in tree_rows(depth=2, seed=seed) + step_rows(1, 4, seed=seed)]
+
+
 FORESTS = {"step": step_rows, "tree": tree_rows, "degenerate": degenerate_rows}

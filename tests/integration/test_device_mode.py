@@ -15,13 +15,13 @@ from megatron.core.transformer import TransformerConfig
 
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.megatron import cpu_device, float64
+from psrl.integrations.megatron import cpu_device, cpu_experts, float64
 from psrl.integrations.megatron.hooks import HookSet
 from psrl.integrations.megatron.local_spec import LocalLayerProvider, PackedCoreAttention, RMSNorm, rms_norm
 from psrl.integrations.verl import compat, platform
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 
-HOOKS = [hook for module in (cpu_device, float64, compat, platform) for hook in module.HOOKS.hooks]
+HOOKS = [hook for module in (cpu_device, cpu_experts, float64, compat, platform) for hook in module.HOOKS.hooks]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the device mode is off where there is a GPU")
 
 
@@ -107,8 +107,8 @@ def test_what_only_transformer_engine_has_is_refused():
         attention(*torch.zeros(3, 4, 2, 8), attention_mask=None)
     with pytest.raises(UnsupportedError, match="layernorm_zero_centered_gamma=True"):
         RMSNorm(TransformerConfig(**options, layernorm_zero_centered_gamma=True), 16)
-    with pytest.raises(UnsupportedError, match="num_moe_experts"):
-        LocalLayerProvider().grouped_mlp_modules(True, False)
+    with pytest.raises(UnsupportedError, match="moe_grouped_gemm=False"):
+        LocalLayerProvider().grouped_mlp_modules(False, False)
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer import TransformerConfig
-from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from verl.workers.config import MtpConfig, QATEngineConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -34,6 +34,32 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
+
+
+def test_parallel_layouts_and_experts_are_supported():
+    config = engine(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    )
+    experts = Qwen3MoeConfig(norm_topk_prob=True)
+    check_supported(changed(transformer(), **EXPERTS), config, model(experts))
+    balanced = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1], "moe_z_loss_coeff": 0.1}
+    check_supported(changed(transformer(), **{**EXPERTS, **balanced}), config, model(experts))
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("norm_topk_prob", {}), ("mlp_only_layers", {"norm_topk_prob": True, "mlp_only_layers": [0]})],
+)
+def test_experts_that_the_bridge_would_build_differently(option: str, values: dict):
+    with pytest.raises(UnsupportedError, match=option):
+        check_model(Qwen3MoeConfig(**values))
+
+
 def changed(config, **values):
     for name, value in values.items():
         setattr(config, name, value)
@@ -45,7 +71,17 @@ def changed(config, **values):
     [
         ("hidden_dropout=0.1", {"hidden_dropout": 0.1}),
         ("attention_dropout=0.2", {"attention_dropout": 0.2}),
-        ("num_moe_experts=4", {"num_moe_experts": 4}),
+        (
+            "moe_router_load_balancing_type='seq_aux_loss'",
+            {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
+        ),
+        ("moe_expert_capacity_factor=1.5", {**EXPERTS, "moe_expert_capacity_factor": 1.5}),
+        ("moe_input_jitter_eps=0.1", {**EXPERTS, "moe_input_jitter_eps": 0.1}),
+        ("moe_enable_routing_replay=True", {**EXPERTS, "moe_enable_routing_replay": True}),
+        (
+            "recompute_modules=['moe']",
+            {**EXPERTS, "moe_z_loss_coeff": 0.1, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        ),
         ("mtp_num_layers=1", {"mtp_num_layers": 1}),
         ("fp8='e4m3'", {"fp8": "e4m3"}),
         ("window_size=(8, 0)", {"window_size": (8, 0)}),
@@ -64,8 +100,6 @@ def test_transformer_options(option: str, tf_config: dict):
 @pytest.mark.parametrize(
     ("option", "config"),
     [
-        ("tensor_model_parallel_size=2", engine(tensor_model_parallel_size=2)),
-        ("pipeline_model_parallel_size=2", engine(pipeline_model_parallel_size=2)),
         ("context_parallel_size=2", engine(context_parallel_size=2)),
         ("use_remove_padding=False", engine(use_remove_padding=False)),
         ("use_fused_kernels=True", engine(use_fused_kernels=True)),

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,8 +19,10 @@ from torch import Tensor, nn
 
 from psrl.errors import UnsupportedError
 from psrl.integrations.megatron.packed import execution_of
+from psrl.integrations.megatron.router import PrefixRouter
 from psrl.runtime.attention import attend_layout
 from psrl.runtime.exchange import exchange_kv
+from psrl.runtime.session import enter_layer
 
 
 class PrefixCoreAttention(MegatronModule):
@@ -39,7 +43,7 @@ class PrefixCoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.scale = softmax_scale
         self.cache_layer = -1
-        """Index among the layers of this rank; set by ``number_cache_layers``."""
+        """Index among the layers of this model chunk; set by ``number_cache_layers``."""
 
     def forward(
         self,
@@ -53,6 +57,7 @@ class PrefixCoreAttention(MegatronModule):
     ) -> Tensor:
         """Query [T, N, H], key and value [T, K, H], after rotary. Returns [T, N * H]."""
         execution = execution_of(packed_seq_params)
+        enter_layer(execution)
         k_SKH, v_SKH = exchange_kv(execution, self.cache_layer, key, value)
         out_TNH = attend_layout(
             query,
@@ -66,10 +71,10 @@ class PrefixCoreAttention(MegatronModule):
 
 
 def share_prefixes_in_spec(spec: Any) -> Any:
-    """A copy of a decoder block or layer spec whose self-attention uses PrefixCoreAttention.
+    """A copy of a decoder block or layer spec with PrefixCoreAttention and, for experts, PrefixRouter.
 
     Raises:
-        UnsupportedError: the spec is of a kind that has no known ``core_attention``.
+        UnsupportedError: the spec is of a kind that has no known ``core_attention``, or routes in its own way.
     """
     spec = copy.deepcopy(spec)
     layers = [spec]
@@ -82,12 +87,22 @@ def share_prefixes_in_spec(spec: Any) -> Any:
                 f"prefix sharing cannot replace the attention of layer spec {layer!r}; set psrl.enable=false"
             )
         cast(Any, attention.submodules).core_attention = PrefixCoreAttention
+        mlp = getattr(layer.submodules, "mlp", None)
+        if isinstance(mlp, ModuleSpec) and isinstance(mlp.submodules, MoESubmodules):
+            if mlp.submodules.router not in (TopKRouter, PrefixRouter):  # layers may share a spec
+                raise UnsupportedError(
+                    f"prefix sharing cannot replace the expert router {mlp.submodules.router!r}; set psrl.enable=false"
+                )
+            cast(Any, mlp.submodules).router = PrefixRouter
     return spec
 
 
-def number_cache_layers(chunks: Sequence[nn.Module]) -> int:
-    """Number the PrefixCoreAttention modules of this rank's model chunks. Returns how many there are."""
-    modules = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PrefixCoreAttention)]
-    for index, module in enumerate(modules):
-        module.cache_layer = index
-    return len(modules)
+def number_cache_layers(chunks: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Number the PrefixCoreAttention modules of each model chunk of this rank. Returns how many each has."""
+    counts: list[int] = []
+    for chunk in chunks:
+        modules = [m for m in chunk.modules() if isinstance(m, PrefixCoreAttention)]
+        for index, module in enumerate(modules):
+            module.cache_layer = index
+        counts.append(len(modules))
+    return tuple(counts)

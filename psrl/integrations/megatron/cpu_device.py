@@ -30,7 +30,10 @@ def is_active() -> bool:
 def install() -> None:
     """Apply the process-wide hooks. Idempotent; does nothing where CUDA is available."""
     if is_active():
+        from psrl.integrations.megatron import cpu_experts
+
         HOOKS.install()
+        cpu_experts.HOOKS.install()
 
 
 @contextlib.contextmanager
@@ -107,6 +110,10 @@ class _NoStream:
         """Everything before this call has already run."""
 
     wait_event = record = wait = wait_stream
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        """An event that has happened."""
+        return _NoStream()
 
     def synchronize(self) -> None:
         """Everything has already run."""

@@ -25,11 +25,12 @@ def install() -> None:
 
 @contextlib.contextmanager
 def float64_mode() -> Iterator[None]:
-    """While active, ``tensor.float()`` of a float64 tensor is that tensor, as it is of a float32 one.
+    """While active, float64 tensors are not narrowed by ``tensor.float()`` or ``softmax(..., dtype=torch.float32)``.
 
-    Cause: the full-precision paths widen with ``.float()``, which narrows float64: log-probs
+    Cause: the full-precision paths widen so, which narrows float64: log-probs
     (megatron/core/tensor_parallel/cross_entropy.py:28), gradients of the distributed optimizer
-    (megatron/core/optimizer/distrib_optimizer.py:2419). Remove when they keep wider dtypes.
+    (megatron/core/optimizer/distrib_optimizer.py:2419), expert routers (megatron/core/transformer/moe/moe_utils.py:724
+    and :780). Remove when they keep wider dtypes.
     """
     with _KeepFloat64():
         yield
@@ -39,6 +40,8 @@ class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.float and args[0].dtype == torch.float64:
             return args[0]
+        if func is torch.softmax and kwargs and kwargs.get("dtype") == torch.float32 and args[0].dtype == torch.float64:
+            kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **(kwargs or {}))
 
 
@@ -95,3 +98,24 @@ def value_head_in_float64() -> None:
             self.to(torch.float64)
 
     LinearForLastLayer.__init__ = __init__
+
+
+@HOOKS.add(
+    cause="a torch function mode is not active inside a backward, and so not where a layer is recomputed",
+    upstream="megatron/core/tensor_parallel/random.py:573 (checkpoint)",
+    remove_when="float64_mode is not needed",
+)
+def recomputation_in_float64_mode() -> None:
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    upstream = random.checkpoint
+
+    def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        def in_mode(*inputs: Any) -> Any:
+            with float64_mode():
+                return function(*inputs)
+
+        return upstream(in_mode, distribute_saved_activations, *args)
+
+    random.checkpoint = tensor_parallel.checkpoint = checkpoint

@@ -1,7 +1,8 @@
 """Transformer layers without TransformerEngine, under TransformerEngine's parameter names.
 
 Model bridges map Hugging Face weights to the names of Megatron-Core's TransformerEngine layers
-(``linear_qkv.layer_norm_weight``, ...). These layers have the same names, so the maps work unchanged. Dense models.
+(``linear_qkv.layer_norm_weight``, ...). These layers have the same names, so the maps work unchanged. Dense
+models and mixtures of experts.
 
 Shape legend: T packed tokens, N query heads, K key/value heads, H head size.
 """
@@ -18,9 +19,17 @@ import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
 
 from psrl.errors import UnsupportedError
 from psrl.integrations.megatron import cpu_device
@@ -66,6 +75,60 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+
+class GroupedLinear(torch.nn.Module):
+    """One matrix an expert, as ``TEGroupedLinear``: parameters ``weight0``, ``weight1``, ... of this rank's experts."""
+
+    partition_dim: int
+    """Dimension of a weight [out, in] that expert-tensor-parallel ranks split."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        pg_collection: Any,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise UnsupportedError("add_bias_linear=True: experts with biases need TransformerEngine")
+        shape = [output_size, input_size]
+        shape[self.partition_dim] = divide(shape[self.partition_dim], pg_collection.expt_tp.size())
+        self.num_gemms = num_gemms
+        tracker: Any = get_cuda_rng_tracker()
+        with tracker.fork(get_expert_parallel_rng_tracker_name()):
+            for index in range(num_gemms):
+                device = torch.cuda.current_device()
+                weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+                init_method(weight)
+                set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
+                # Reduced over the data-parallel ranks of the same expert (distributed_data_parallel.py).
+                weight.allreduce = config.expert_model_parallel_size == 1
+                self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
+        """Rows of expert 0, then of expert 1, ...; ``m_splits`` says how many each has."""
+        parts = torch.split(x, [int(rows) for rows in m_splits])
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]), None
+
+
+class ColumnParallelGroupedLinear(GroupedLinear):
+    """Stands in for ``TEColumnParallelGroupedLinear``."""
+
+    partition_dim = 0
+
+
+class RowParallelGroupedLinear(GroupedLinear):
+    """Stands in for ``TERowParallelGroupedLinear``."""
+
+    partition_dim = 1
 
 
 class PackedCoreAttention(MegatronModule):
@@ -150,7 +213,10 @@ class LocalLayerProvider(BackendSpecProvider):
         return None
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple:
-        raise UnsupportedError("num_moe_experts: mixture-of-experts layers need TransformerEngine; use a dense model")
+        if not moe_use_grouped_gemm or moe_use_legacy_grouped_gemm:
+            raise UnsupportedError("moe_grouped_gemm=False needs TransformerEngine's experts: set it to True")
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
+        return TEGroupedMLP, submodules
 
 
 def uses_transformer_engine() -> bool:

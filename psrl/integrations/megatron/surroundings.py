@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from psrl.errors import UnsupportedError
@@ -63,13 +65,33 @@ def install_surroundings(model: nn.Module) -> None:
         )
     model.rotary_pos_emb = PositionedRotaryEmbedding(model.get_submodule("rotary_pos_emb"))
     if model.post_process:
-        model.get_submodule("output_layer").register_forward_pre_hook(_keep_output_rows, with_kwargs=True)
+        _select_output_rows(model.get_submodule("output_layer"))
 
 
-def _keep_output_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only rows that own an edge reach the output layer: [T, 1, hidden] becomes [R, 1, hidden]."""
-    micro_batch = active_micro_batch()
-    if micro_batch is None:
-        return None
+def _select_output_rows(output_layer: nn.Module) -> None:
+    """Only rows that own an edge reach the output layer: [T, 1, hidden] becomes [R, 1, hidden].
+
+    Under sequence parallelism the layer would gather its input, [T / tp, 1, hidden] on every rank, and scatter the
+    gradient. Rows are chosen from the gathered input instead, so the layer has to work as without: a column-parallel
+    one then sums the input's gradient over ranks, a value head has all rows on every rank.
+    """
+    layer: Any = output_layer
+    is_scattered = bool(getattr(layer, "sequence_parallel", False))
+    if is_scattered:
+        layer.sequence_parallel = False
+        if isinstance(layer, ColumnParallelLinear):
+            layer.allreduce_dgrad = True
+        else:
+            layer.weight.sequence_parallel = False  # its gradient is complete on every rank
+    output_layer.register_forward_pre_hook(partial(_keep_output_rows, is_scattered), with_kwargs=True)
+
+
+def _keep_output_rows(is_scattered: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hidden, *rest = args
-    return (hidden.index_select(0, micro_batch.rows_R), *rest), kwargs
+    if is_scattered:
+        # The gradient that comes back is complete on every rank: each takes its share of it.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    micro_batch = active_micro_batch()
+    if micro_batch is not None:
+        hidden = hidden.index_select(0, micro_batch.rows_R)
+    return (hidden, *rest), kwargs

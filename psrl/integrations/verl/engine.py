@@ -6,6 +6,7 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,10 +20,13 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
 from psrl.config import PSRLConfig
-from psrl.cost import KVFootprint, ModelShape
+from psrl.cost import KVFootprint
 from psrl.errors import ConfigError
+from psrl.integrations.megatron.budget import agreed_budget
 from psrl.integrations.megatron.core_attention import number_cache_layers, share_prefixes_in_spec
 from psrl.integrations.megatron.passes import vocab_shard_group
+from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
+from psrl.integrations.megatron.shape import model_shape
 from psrl.integrations.megatron.surroundings import install_surroundings
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
@@ -30,7 +34,7 @@ from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBat
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
 from psrl.runtime.outputs import VocabShard, edge_log_probs
-from psrl.runtime.session import BoundMicroBatch
+from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
 from psrl.types import ExecutionPlan, SampleBatch
 
 if TYPE_CHECKING:
@@ -48,7 +52,8 @@ class PrefixSharingMixin(_Engine):
     bridge: Any
     provider: Any
     last_report: BatchReport | None = None
-    num_cache_layers: int = 0
+    chunk_layers: tuple[int, ...] = ()
+    """Attention layers of each model chunk of this rank."""
 
     @property
     def psrl_config(self) -> PSRLConfig:
@@ -64,7 +69,7 @@ class PrefixSharingMixin(_Engine):
         chunks = [cast(nn.Module, unwrap_model(chunk)) for chunk in module]
         for chunk in chunks:
             install_surroundings(chunk)
-        self.num_cache_layers = number_cache_layers(chunks)
+        self.chunk_layers = number_cache_layers(chunks)
         return module
 
     def _share_prefixes_in_bridge(self) -> None:
@@ -106,33 +111,54 @@ class PrefixSharingMixin(_Engine):
         )
 
     def build_plan(self, data: TensorDict, samples: SampleBatch, *, forward_only: bool) -> ExecutionPlan:
+        """Plan a mini-batch. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
+
+        Collective over the model-parallel ranks where the cache has a budget.
+        """
         config = self.tf_config
-        shape = ModelShape(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_query_groups,
-            head_dim=config.kv_channels,
-            ffn_size=config.ffn_hidden_size,
-            output_size=1 if self.is_value_model else self.model_config.hf_config.vocab_size,
-            gated_mlp=config.gated_linear_unit,
-        )
+        shape = model_shape(config, 1 if self.is_value_model else self.model_config.hf_config.vocab_size)
+        num_layers = max(1, sum(self.chunk_layers))  # a stage without layers plans as if it had one
         footprint = KVFootprint.of_layers(
-            self.num_cache_layers,
+            num_layers,
             max(1, config.num_query_groups // mpu.get_tensor_model_parallel_world_size()),
             config.kv_channels,
             self.param_dtype.itemsize,
-            self._kv_budget(),
+            agreed_budget(self._kv_budget(), num_layers, torch.device(get_device_id())),
         )
-        return build_plan(
+        plan = build_plan(
             samples,
             max_tokens=self._max_tokens(data, forward_only),
             shape=shape,
             footprint=footprint,
             forward_only=forward_only,
         )
+        if not any(self.chunk_layers):
+            plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0))
+        return plan
+
+    @property
+    def has_router_statistics(self) -> bool:
+        """Whether expert routers have losses or statistics, which depend on how often a token is counted."""
+        return bool(self.tf_config.num_moe_experts) and uses_statistics(self.tf_config)
+
+    @property
+    def needs_router_loads(self) -> bool:
+        """Whether an update begins with a forward over all tokens that counts every expert's load."""
+        return bool(self.tf_config.num_moe_experts) and needs_loads(self.tf_config)
+
+    def new_session(self, plan: ExecutionPlan, router: RouterSamples | None) -> Session:
+        config = self.tf_config
+        return Session(
+            plan,
+            chunk_layers=self.chunk_layers,
+            device=torch.device(get_device_id()),
+            attention_backend=self.psrl_config.attention_backend,
+            token_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            router=router,
+        )
 
     def _kv_budget(self) -> int | None:
+        """Bytes that this rank's cache may take; None on every rank, or on none."""
         if self.psrl_config.kv_cache_bytes is not None:
             return self.psrl_config.kv_cache_bytes
         if not torch.cuda.is_available():

@@ -25,12 +25,13 @@ def resolve_loss_scope(scope: str, loss_function: Callable[..., Any], data: Tens
     reason = _coupling(loss_function, data)
     if reason is None:
         return "sample"
-    _log_once(reason)
+    log_extra_forward(reason)
     return "mini_batch"
 
 
 @functools.cache
-def _log_once(reason: str) -> None:
+def log_extra_forward(reason: str) -> None:
+    """Say, once in this process, why an update takes longer than its two passes."""
     logger.warning("%s: all log-probs are computed in one more forward pass before the update's two passes", reason)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 from tensordict import TensorDict
@@ -15,11 +17,13 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
-from psrl.integrations.megatron.passes import run_plan
+from psrl.integrations.megatron.passes import run_plan, shared_plan_group
 from psrl.integrations.verl.batch import RowSelector, samples_from_tensordict
-from psrl.integrations.verl.loss_scope import resolve_loss_scope
+from psrl.integrations.verl.loss_scope import log_extra_forward, resolve_loss_scope
 from psrl.runtime.loss import LossLedger
-from psrl.runtime.session import BoundMicroBatch, Session
+from psrl.runtime.routing import RouterLoads
+from psrl.runtime.session import BoundMicroBatch, RouterSamples
+from psrl.tree import build_tree
 from psrl.types import ExecutionPlan, IntArray, PlanStats
 
 if TYPE_CHECKING:
@@ -54,12 +58,15 @@ class MiniBatchRun:
         self._kv_bytes_measured = 0
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
+        self._loads: RouterLoads | None = None
 
     def forward(self) -> dict[str, Any]:
         """Outputs of all samples; the loss too, if there is a loss function. No gradients."""
         ledger = self._run_forward()
-        loss = self._evaluate(None, ledger.sample_outputs()) if self._loss_function is not None else torch.tensor(1.0)
-        return self._output(ledger, float(loss))
+        loss = 1.0
+        if self._loss_function is not None and _has_outputs():
+            loss = float(self._evaluate(None, ledger.sample_outputs()))
+        return self._output(ledger, loss)
 
     def update(self) -> dict[str, Any]:
         """Outputs, loss and metrics of all samples; adds the loss's gradients to the parameters.
@@ -70,12 +77,15 @@ class MiniBatchRun:
         has_targets = tu.get_non_tensor_data(self._rows.data, key="batch_num_tokens", default=0) > 0
         scope = resolve_loss_scope(self._engine.psrl_config.loss_scope, self._loss_function, self._rows.data)
         if scope == "mini_batch" and has_targets:
-            ledger = self._run_forward()
-            ledger.complete(None, self._evaluate)
+            ledger = self._run_forward(for_update=True)
+            if _has_outputs():
+                ledger.complete(None, self._evaluate)
             loss = ledger.loss_sum
             self._run(self._build_plan(forward_only=False), lambda mb, outputs: ledger.surrogate(mb, outputs))
             return self._output(ledger, loss)
 
+        if self._engine.needs_router_loads:
+            self._run_forward(for_update=True)
         plan = self._build_plan(forward_only=False)
         ledger = self._new_ledger(plan)
 
@@ -88,7 +98,7 @@ class MiniBatchRun:
 
         self._run(plan, on_edges)
         loss = 0.0
-        if has_targets and mpu.is_pipeline_last_stage(ignore_virtual=True):
+        if has_targets and _has_outputs():
             # Once more on the whole mini-batch: metrics that do not depend on the plan, and proof that the loss is a
             # sum over samples.
             with torch.no_grad():
@@ -106,8 +116,11 @@ class MiniBatchRun:
         )
 
     # --------------------------------------------------------------------------------------------------- passes
-    def _run_forward(self) -> LossLedger:
-        """All outputs, in one forward-only pass."""
+    def _run_forward(self, *, for_update: bool = False) -> LossLedger:
+        """All outputs, in one forward-only pass; ahead of an update it also counts the loads of experts."""
+        if for_update and self._engine.needs_router_loads:
+            log_extra_forward("moe_router_load_balancing_type aux_loss needs every expert's load")
+            self._loads = RouterLoads(self._samples.num_tokens)
         plan = self._build_plan(forward_only=True)
         ledger = self._new_ledger(plan)
 
@@ -116,16 +129,13 @@ class MiniBatchRun:
             return next(iter(outputs.values())).sum()
 
         self._run(plan, on_edges)
+        if self._loads is not None:
+            self._loads.finish(shared_plan_group())
         return ledger
 
     def _run(self, plan: ExecutionPlan, on_edges: Callable[[BoundMicroBatch, dict[str, Tensor]], Tensor]) -> None:
         engine = self._engine
-        session = Session(
-            plan,
-            num_layers=engine.num_cache_layers,
-            device=torch.device(get_device_id()),
-            attention_backend=engine.psrl_config.attention_backend,
-        )
+        session = engine.new_session(plan, self._router_samples(plan))
 
         def on_output(micro_batch: BoundMicroBatch, output: Tensor, backward: bool) -> Tensor:
             outputs = engine.micro_batch_outputs(micro_batch, output, self._with_entropy)
@@ -134,7 +144,17 @@ class MiniBatchRun:
             return loss if micro_batch.has_edges or not backward else loss + 0.0 * output.sum()
 
         run_plan(session, engine.module, on_output)
-        self._kv_bytes_measured = max(self._kv_bytes_measured, session.cache.tier.peak_bytes)
+        self._kv_bytes_measured = max(self._kv_bytes_measured, session.peak_cache_bytes)
+
+    def _router_samples(self, plan: ExecutionPlan) -> RouterSamples | None:
+        if not self._engine.has_router_statistics:
+            return None
+        return RouterSamples(self._token_counts_U, self._samples.num_tokens, self._loads, is_counting=plan.forward_only)
+
+    @cached_property
+    def _token_counts_U(self) -> IntArray:
+        """Samples that hold each unique token; plans number them as the tree does."""
+        return np.bincount(build_tree(self._samples).index_N)
 
     def _build_plan(self, *, forward_only: bool) -> ExecutionPlan:
         start = time.perf_counter()
@@ -162,7 +182,12 @@ class MiniBatchRun:
         return loss
 
     def _output(self, ledger: LossLedger, loss: float) -> dict[str, Any]:
-        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        if not _has_outputs():
             return {}
         whole = {"model_output": ledger.sample_outputs(), "loss": loss, "metrics": self._metrics}
         return postprocess_batch_func([whole], indices=[list(range(self._samples.num_samples))], data=self._rows.data)
+
+
+def _has_outputs() -> bool:
+    """Whether this rank's pipeline stage is the last: it has every edge's outputs, others have none."""
+    return mpu.is_pipeline_last_stage(ignore_virtual=True)

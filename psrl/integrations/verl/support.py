@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from psrl.errors import UnsupportedError
+from psrl.integrations.megatron.router_options import uses_statistics
 
-SUPPORTED_MODELS = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of Hugging Face configurations that are tested."""
 
-_DROPPED_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+_DROPPED_BIASES = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "qwen3": ("attention_bias",),
+    "qwen3_moe": ("attention_bias",),
+}
 """Options of mbridge's models whose biases, some of them or all, are neither loaded nor exported."""
 
 
@@ -38,6 +43,8 @@ def check_model(hf_config: Any) -> None:
     for name in _DROPPED_BIASES.get(model_type, ()):
         if getattr(hf_config, name, False):
             raise UnsupportedError(f"{name}=True: the bridge for {model_type} drops these biases; use a model without")
+    if model_type == "qwen3_moe":
+        _check_experts(hf_config)
     activation = getattr(hf_config, "hidden_act", None)
     if activation is not None and activation not in _SILU:
         raise UnsupportedError(
@@ -46,6 +53,14 @@ def check_model(hf_config: Any) -> None:
         )
     if getattr(hf_config, "quantization_config", None) is not None:
         raise UnsupportedError("quantization_config: quantized weights are not supported; use a model without")
+
+
+def _check_experts(hf_config: Any) -> None:
+    """What the bridge builds whatever the configuration says: experts in every layer, normalised weights."""
+    if not getattr(hf_config, "norm_topk_prob", False):
+        raise UnsupportedError("norm_topk_prob=False: the bridge for qwen3_moe normalises the experts' weights")
+    if getattr(hf_config, "decoder_sparse_step", 1) != 1 or getattr(hf_config, "mlp_only_layers", None):
+        raise UnsupportedError("decoder_sparse_step, mlp_only_layers: the bridge for qwen3_moe puts experts everywhere")
 
 
 def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> None:
@@ -69,20 +84,18 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
 
 
 _ONE_SAMPLE = "a shared token has one hidden state for all its samples"
-_PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_PARALLEL_SIZES = ("context_parallel_size",)
 
 
 def _engine(config: Any) -> Iterator[Refusal]:
     for name in _PARALLEL_SIZES:
         if (getattr(config, name) or 1) > 1:
-            yield Refusal(name, getattr(config, name), "not built yet", "set it to 1")
+            yield Refusal(
+                name,
+                getattr(config, name),
+                "not built yet: self-sequence sharing bounds the memory of a sequence",
+                "set it to 1",
+            )
     if not config.use_remove_padding:
         yield Refusal("use_remove_padding", False, "a micro-batch is one packed sequence", "set it to True")
     if config.use_fused_kernels:
@@ -130,15 +143,42 @@ def _transformer(config: Any) -> Iterator[Refusal]:
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(config, name) > 0:
             yield Refusal(key + name, getattr(config, name), _ONE_SAMPLE, "set it to 0.0")
-    for name in ("num_moe_experts", "mtp_num_layers", "fp8", "fp4", "window_size", "experimental_attention_variant"):
+    for name in ("mtp_num_layers", "fp8", "fp4", "window_size", "experimental_attention_variant"):
         if getattr(config, name, None):
             yield Refusal(key + name, getattr(config, name), "not built yet", "leave it unset")
     for name in ("apply_rope_fusion", "fused_single_qkv_rope", "multi_latent_attention", "qk_clip"):
         if getattr(config, name, False):
             yield Refusal(key + name, True, "not built yet", "set it to False")
+    if getattr(config, "num_moe_experts", None):
+        yield from _experts(config)
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
         yield Refusal(key + "softmax_type", config.softmax_type, "attention has no sinks", "set it to vanilla")
     if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False):
         yield Refusal(
             key + "cuda_graph_impl", config.cuda_graph_impl, "micro-batches differ in shape", "set it to none"
         )
+
+
+def _experts(config: Any) -> Iterator[Refusal]:
+    key = "override_transformer_config."
+    kinds = config.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in ("none", "aux_loss"):
+            yield Refusal(
+                key + "moe_router_load_balancing_type", kind, "it depends on how samples are cut into micro-batches",
+                "use aux_loss or none",
+            )  # fmt: skip
+    for name, reason in (
+        ("moe_expert_capacity_factor", "which tokens are dropped depends on their micro-batch"),
+        ("moe_input_jitter_eps", _ONE_SAMPLE),
+        ("moe_router_force_load_balancing", _ONE_SAMPLE),
+        ("moe_enable_routing_replay", "routes belong to samples"),
+    ):
+        if getattr(config, name, None):
+            yield Refusal(key + name, getattr(config, name), reason, "leave it unset")
+    rerun = {"moe", "mlp"} & set(getattr(config, "recompute_modules", None) or ())
+    if getattr(config, "recompute_granularity", None) == "selective" and rerun and uses_statistics(config):
+        yield Refusal(
+            key + "recompute_modules", sorted(rerun), "routers with losses or statistics are rerun without attention",
+            "recompute core_attn or whole layers",
+        )  # fmt: skip

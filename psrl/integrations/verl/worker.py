@@ -56,6 +56,22 @@ def init_single_process() -> None:
     )
 
 
+def init_local_rank(rank: int, size: int, store: str) -> None:
+    """Make this process one of a local process group that meets over a file (no port).
+
+    Args:
+        store: path that all ranks name and nobody has used before.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.distributed.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=torch.distributed.FileStore(store, size),  # pyright: ignore[reportPrivateImportUsage]
+        rank=rank,
+        world_size=size,
+    )
+
+
 def build_training_worker(
     model_dir: str | Path,
     *,

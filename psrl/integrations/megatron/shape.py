@@ -1,0 +1,37 @@
+"""Megatron-Core's configuration as the cost model sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psrl.cost import ModelShape
+
+
+def model_shape(config: Any, output_size: int) -> ModelShape:
+    """Sizes of the whole model. With experts, a token's feed-forward size is that of the experts that it visits.
+
+    Args:
+        config: ``TransformerConfig``.
+        output_size: columns of the output layer.
+    """
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        ffn_size=_visited_ffn_size(config),
+        output_size=output_size,
+        gated_mlp=config.gated_linear_unit,
+    )
+
+
+def _visited_ffn_size(config: Any) -> int:
+    """Mean over layers of the feed-forward columns that a token passes through."""
+    if not config.num_moe_experts:
+        return config.ffn_hidden_size
+    visited = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+    frequency = config.moe_layer_freq
+    is_expert = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
+    share = sum(is_expert) / config.num_layers
+    return round(share * visited + (1 - share) * config.ffn_hidden_size)

@@ -1,0 +1,259 @@
+"""One job on every rank of a layout, and the single process without sharing that it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.helpers.batches import Row, batch_tensordict
+from tests.helpers.engines import at_targets
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes by axis; what is left of the processes is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    def engine_fields(self) -> dict[str, Any]:
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    checkpoint: str
+    shares: Sequence[Sequence[Row]]
+    """Rows of every data-parallel rank, equally many each."""
+    budgets: Sequence[int] = (5, 1000)
+    dtype: str = "float64"
+    loss: tuple[Callable[..., Any], dict[str, Any]] | None = None
+    """Factory of the loss and its keywords; None: PPO with an entropy term."""
+    model_type: str = "language_model"
+    sharing: bool = True
+    adam: bool = True
+    """Also two steps of Adam with the first budget."""
+    kv_share: float | None = None
+    """Budget of the cache, as a share of what the plan wants. None: no limit."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further keywords of ``build_training_worker``."""
+    lr: float = 1e-2
+    expert_bias: bool = False
+    """The checkpoint has biases of routers (``EXPERT_BIAS``); they are exported among the gradients."""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for share in self.shares for row in share]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass
+class RankResult:
+    dp_rank: int
+    outputs: dict[int, dict[str, list[torch.Tensor]]]
+    """By budget and kind, per row; empty on stages without outputs."""
+    losses: dict[int, float]
+    grads: dict[int, dict[str, torch.Tensor]]
+    """By budget, merged; rank 0 only, as are weights."""
+    weights: dict[str, torch.Tensor]
+    reports: dict[int, Any]
+    router_losses: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """By budget: what Megatron-Core logs of experts' losses, per layer; parts of it on tensor-parallel ranks."""
+
+
+def run_job(job: Job, layout: Layout) -> RankResult:
+    """Run ``job`` as this rank of ``layout``. Replaces the process's model-parallel groups."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    with _expert_bias_mapped(job.expert_bias):
+        return _run(job, _worker(job, layout, job.engine))
+
+
+def _run(job: Job, worker: Any) -> RankResult:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+
+    engine = worker.engine
+    dp_rank = mpu.get_data_parallel_rank()
+    rows = job.shares[dp_rank]
+    result = RankResult(dp_rank, {}, {}, {}, {}, {})
+    for budget in job.budgets:
+        clear_aux_losses_tracker()
+        _update(worker, job, rows, budget, result)
+        tracked = get_moe_layer_wise_logging_tracker()
+        result.router_losses[budget] = {name: entry["values"].clone() for name, entry in tracked.items()}
+    if job.kv_share is not None:
+        budget = job.budgets[0]
+        limit = int(result.reports[budget].stats.kv_bytes_peak * job.kv_share)
+        object.__setattr__(engine.engine_config.psrl, "kv_cache_bytes", limit)
+        _update(worker, job, rows, budget, result, key=-1)
+        object.__setattr__(engine.engine_config.psrl, "kv_cache_bytes", None)
+    if job.adam:
+        _two_steps(worker, job, rows, result)
+    return result
+
+
+@contextlib.contextmanager
+def _expert_bias_mapped(enabled: bool) -> Iterator[None]:
+    """mbridge knows the name of a router's bias for DeepSeek-V3 only."""
+    if not enabled:
+        yield
+        return
+    from mbridge.models.qwen2moe import Qwen2MoEBridge
+
+    from tests.helpers.checkpoints import EXPERT_BIAS
+
+    names = dict(Qwen2MoEBridge._MLP_MAPPING)
+    Qwen2MoEBridge._MLP_MAPPING = {"mlp.router.expert_bias": [EXPERT_BIAS], **names}
+    try:
+        yield
+    finally:
+        Qwen2MoEBridge._MLP_MAPPING = names
+
+
+def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
+    from psrl.config import PSRLConfig
+    from psrl.integrations.verl.worker import build_training_worker
+    from tests.helpers.workers import ppo_loss_fn
+
+    worker = build_training_worker(
+        job.checkpoint,
+        psrl_config=PSRLConfig(enable=job.sharing, attention_backend="sdpa"),
+        dtype=job.dtype,
+        max_tokens=1024,
+        lr=job.lr,
+        model_type=job.model_type,
+        **layout.engine_fields(),
+        **engine,
+    )
+    factory, keywords = job.loss or (ppo_loss_fn, {"entropy_coeff": 0.1})
+    worker.set_loss_fn(factory(**keywords))
+    return worker
+
+
+def _batch(job: Job, rows: Sequence[Row], budget: int) -> Any:
+    """This rank's rows, as the dispatcher hands them out: sizes of the batch are global."""
+    batch = batch_tensordict(
+        rows,
+        dtype=job.torch_dtype,
+        max_tokens=budget,
+        global_batch_size=len(job.rows),
+        calculate_entropy=job.model_type == "language_model",
+    )
+    from verl.utils import tensordict_utils as tu
+
+    tu.assign_non_tensor(batch, mini_batch_size=len(job.rows))
+    return batch
+
+
+def _update(worker: Any, job: Job, rows: Sequence[Row], budget: int, result: RankResult, key: int | None = None):
+    from psrl.integrations.verl.export import full_grads
+
+    engine, key = worker.engine, budget if key is None else key
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(_batch(job, rows, budget), worker.loss_fn, forward_only=False)
+        grads = full_grads(engine)
+    if torch.distributed.get_rank() == 0:
+        result.grads[key] = {name: grad.clone() for name, grad in grads.items()}
+    result.reports[key] = engine.last_report
+    if "model_output" in output:
+        result.outputs[key] = {kind: at_targets(value, rows) for kind, value in output["model_output"].items()}
+        result.losses[key] = float(sum(output["loss"]))
+
+
+def _two_steps(worker: Any, job: Job, rows: Sequence[Row], result: RankResult) -> None:
+    for _ in range(2):
+        worker.train_mini_batch(_batch(job, rows, job.budgets[0]))
+    weights = {name: value.clone() for name, value in worker.engine.get_per_tensor_param()[0]}
+    if torch.distributed.get_rank() == 0:
+        result.weights = weights
+
+
+@functools.cache
+def _reference_cache() -> dict[Any, RankResult]:
+    return {}
+
+
+def _model_options(engine: dict[str, Any]) -> dict[str, Any]:
+    """What changes the loss, without what belongs to a layout."""
+    options = engine.get("override_transformer_config", {})
+    kept = {name: value for name, value in options.items() if "pipeline_stage" not in name}
+    return {"override_transformer_config": kept} if kept else {}
+
+
+def reference(job: Job, key: str) -> RankResult:
+    """All rows in this one process, without sharing, as one micro-batch; computed once per ``key``."""
+    known = _reference_cache()
+    if key not in known:
+        alone = Job(
+            job.checkpoint,
+            [job.rows],
+            budgets=(4096,),
+            dtype=job.dtype,
+            loss=job.loss,
+            model_type=job.model_type,
+            sharing=False,
+            adam=job.adam,
+            lr=job.lr,
+            engine=_model_options(job.engine),
+            expert_bias=job.expert_bias,
+        )
+        known[key] = run_job(alone, Layout())
+    return known[key]
+
+
+def check_job(job: Job, results: Sequence[RankResult], want: RankResult, tolerance: float) -> None:
+    """Gradients, outputs, loss and weights of all ranks against the single process."""
+    from tests.helpers.truth import relative_errors
+
+    (wanted_outputs,) = want.outputs.values()
+    (wanted_grads,) = want.grads.values()
+    (wanted_loss,) = want.losses.values()
+    keys = list(results[0].grads)
+    assert keys, "no gradients came back"
+    for key in keys:
+        errors = relative_errors(results[0].grads[key], wanted_grads)
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= tolerance, (key, worst, errors[worst])
+        _check_outputs(job, key, results, wanted_outputs, tolerance)
+        by_dp = {r.dp_rank: r.losses[key] for r in results if key in r.losses}
+        loss = sum(by_dp.values()) / len(by_dp)
+        assert abs(loss - wanted_loss) <= tolerance * max(1.0, abs(wanted_loss)), (key, loss, wanted_loss)
+    if job.adam:
+        errors = relative_errors(results[0].weights, want.weights)
+        assert max(errors.values()) <= tolerance, errors
+
+
+def _check_outputs(job: Job, key: int, results: Sequence[RankResult], wanted: dict, tolerance: float) -> None:
+    seen = set()
+    for result in results:
+        if key not in result.outputs:
+            continue
+        seen.add(result.dp_rank)
+        start = sum(len(share) for share in job.shares[: result.dp_rank])
+        for kind, values in result.outputs[key].items():
+            for got, expected in zip(values, wanted[kind][start : start + len(values)], strict=True):
+                assert torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=tolerance), (key, kind)
+    assert seen == set(range(len(job.shares)))
