@@ -8,7 +8,7 @@ from typing import Any
 
 from psrl.errors import ConfigError
 
-ATTENTION_BACKENDS = ("auto", "reference", "sdpa")
+ATTENTION_BACKENDS = ("auto", "reference", "sdpa", "triton", "flash", "flex")
 LOSS_SCOPES = ("auto", "sample", "mini_batch")
 
 
@@ -28,7 +28,8 @@ class PSRLConfig:
     kv_cache_fraction: float = 0.5
     """Share of the free device memory that the cache may take when ``kv_cache_bytes`` is None."""
     attention_backend: str = "auto"
-    """``auto`` picks the fastest backend for the device; ``reference`` is dense and for tests."""
+    """``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
+    ``reference`` is dense and for tests."""
     loss_scope: str = "auto"
     """``sample``: the loss is a sum over samples, each evaluated once at its completion. ``mini_batch``: the loss
     couples samples; one more forward pass computes all log-probs first. ``auto`` knows veRL's losses and takes

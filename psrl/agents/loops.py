@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -41,6 +43,22 @@ def environment_threads() -> ThreadPoolExecutor:
 
 async def run_in_thread(call: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(environment_threads(), call)
+
+
+class Draws:
+    """Seeds of a session's requests: functions of the session's name and the prompt, and of how often the prompt has
+    come up, since branches ask it again. A job that is run again asks the same."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asked: Counter[tuple[int, ...]] = Counter()
+
+    def seed(self, prompt_ids: Sequence[int]) -> int:
+        """In [0, 2**63)."""
+        prompt = tuple(prompt_ids)
+        text = f"{self._name}/{self._asked[prompt]}/{','.join(map(str, prompt))}"
+        self._asked[prompt] += 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class ContinuousFrames:
@@ -116,7 +134,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
         """Play the task of a dataset row.
 
         Args:
-            kwargs: of the row, ``raw_prompt`` and ``extra_info`` with the ``task`` (``psrl.agents.dataset``) are read.
+            kwargs: of the row, ``raw_prompt`` and ``extra_info`` with the ``task`` (``psrl.agents.dataset``) are read;
+                ``uid`` and ``session_id`` are what random numbers derive from, where the server takes a seed.
 
         Raises:
             InputError: the row has no task, or its first prompt is longer than the job allows.
@@ -134,7 +153,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             make_environment=functools.partial(
                 make_environment, self.parameters.environment, self.parameters.environment_options
             ),
-            sample=self._sampler(sampling_params),
+            sample=self._sampler(sampling_params, self._draws(kwargs)),
             run_blocking=run_in_thread,
             limits=Limits(rollout.prompt_length, rollout.response_length, rollout.get("max_model_len")),
             options=options,
@@ -142,15 +161,26 @@ class EnvironmentAgentLoop(AgentLoopBase):
         episode = await player.play(task, list(kwargs["raw_prompt"]))
         return self._outputs(episode)
 
-    def _sampler(self, sampling_params: dict[str, Any]) -> Callable[[list[int], int], Awaitable[Sampled]]:
+    def _draws(self, row: Mapping[str, Any]) -> Draws | None:
+        """None: the server draws as it likes. The hf rollout takes seeds; others do where the job asks for
+        ``full_determinism``, which slows them down."""
+        rollout = self.rollout_config
+        if "uid" not in row or not (rollout.get("name") == "hf" or rollout.get("full_determinism")):
+            return None
+        return Draws(f"{rollout.get('seed') or 0}/{row['uid']}/{row.get('session_id', 0)}")
+
+    def _sampler(
+        self, sampling_params: dict[str, Any], draws: Draws | None
+    ) -> Callable[[list[int], int], Awaitable[Sampled]]:
         # One id for the whole task: veRL sends equal ids to the same server, whose cache holds the shared prefix.
         request_id = uuid4().hex
 
         async def sample(prompt_ids: list[int], max_tokens: int) -> Sampled:
+            seeded = {} if draws is None else {"seed": draws.seed(prompt_ids)}
             output = await self.server_manager.generate(
                 request_id=request_id,
                 prompt_ids=prompt_ids,
-                sampling_params={**sampling_params, "max_tokens": max_tokens},
+                sampling_params={**sampling_params, **seeded, "max_tokens": max_tokens},
             )
             return Sampled(output.token_ids, output.log_probs or None, output)
 

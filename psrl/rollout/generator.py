@@ -88,9 +88,11 @@ class Generator:
                 f"request {request_id}: a prompt of {len(prompt)} tokens leaves no room in max_model_len "
                 f"{self.max_model_len}"
             )
-        seed = self._seed if params.seed is None else params.seed
+        # With a seed of the request's own, its id does not matter: it may be another one every time.
+        drawn_from = (self._seed, request_id) if params.seed is None else (params.seed, "")
+        noise = Noise(*drawn_from, prompt_ids)
         self._num_submitted += 1
-        self._waiting.append(Request(self._num_submitted, prompt, params, Noise(seed, request_id, prompt_ids)))
+        self._waiting.append(Request(self._num_submitted, prompt, params, noise))
         return self._num_submitted
 
     def step(self) -> dict[int, Generation]:

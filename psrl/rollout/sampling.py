@@ -42,7 +42,7 @@ class SamplingParams:
     """Beside the end-of-sequence ids. A stop token is part of the response."""
     ignore_eos: bool = False
     seed: int | None = None
-    """None: the engine's."""
+    """None: the engine's, with the request's id; else the prompt alone decides beside it."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

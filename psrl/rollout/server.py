@@ -7,7 +7,6 @@ touches the generator there between two steps only.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from typing import Any, NamedTuple
 
@@ -45,7 +44,8 @@ class HFServer:
         """
         Args:
             rollout: veRL's ``RolloutConfig``.
-            seed: with a request's id, its prompt and the version of the weights, what its random numbers derive from.
+            seed: with a request's id, its prompt and the version of the weights, what its random numbers derive from
+                where the request brings no seed.
         """
         from transformers.utils import logging as hf_logging
 
@@ -61,8 +61,9 @@ class HFServer:
             max_model_len=rollout.max_model_len,
             max_prefill_tokens=settings.max_prefill_tokens,
             prefix_cache_bytes=settings.prefix_cache_bytes,
+            seed=seed,
         )
-        self._seed, self._global_steps = seed, 0
+        self._global_steps = 0
         self._has_weights = rollout.load_format != "dummy"
         self._submissions: list[_Submission] = []
         self._futures: dict[int, asyncio.Future[Generation]] = {}
@@ -104,8 +105,8 @@ class HFServer:
             await self._gate.wait()
         if not self._has_weights:
             raise RolloutError("load_format=dummy and no weights have been loaded yet: update the weights first")
-        if params.seed is None:  # another one for every version: or an epoch would repeat the last one's draws
-            params = dataclasses.replace(params, seed=(self._seed << 32) + self._global_steps)
+        if params.seed is None:  # another id for every version: or an epoch would repeat the last one's draws
+            request_id = f"{self._global_steps}/{request_id}"
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._submissions.append(_Submission(request_id, prompt_ids, params, future))
         self._is_idle.clear()

@@ -37,6 +37,25 @@ from psrl.integrations.verl.trainer_workers import PSRLTrainingWorker
     assert "['sync', 'colocate_async', 'separate_async'] cpu True" in done.stdout
 
 
+def test_processes_without_engines_do_not_import_megatron():
+    """Of rewards and of the rollout; the plug-in is loaded all the same, and registers engines when veRL asks."""
+    code = """
+import sys
+import verl.experimental.reward_loop
+import psrl.rollout.server
+from verl.utils.device import get_device_name
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+print("before", get_device_name(), ("hf", "async") in _ROLLOUT_REGISTRY,
+      sorted({"megatron.core", "mbridge", "psrl.integrations.verl.engine"} & set(sys.modules)))
+from verl.workers.engine import EngineRegistry
+print("after", EngineRegistry.get_engine_cls("language_model", "psrl").__name__)
+"""
+    done = run(code, VERL_USE_EXTERNAL_MODULES=PLUGIN, VERL_PLATFORM="cpu")
+    assert done.returncode == 0, done.stderr
+    assert "before cpu True []" in done.stdout
+    assert "after PSRLEngineWithLMHead" in done.stdout
+
+
 def test_a_worker_without_the_plugin_fails_with_the_reason():
     done = run("import psrl.integrations.verl.trainer_workers", VERL_PLATFORM="cpu")
     assert done.returncode != 0
@@ -49,6 +68,7 @@ def test_a_plugin_that_does_not_load_says_why():
 import sys
 sys.modules["megatron.core"] = None
 import verl
+import verl.workers.engine_workers
 """
     done = run(code, VERL_USE_EXTERNAL_MODULES=PLUGIN, VERL_PLATFORM="cpu")
     assert done.returncode != 0

@@ -135,6 +135,15 @@ def test_two_ranks_train_the_same_model_and_resume(traces: Path, alone: Path, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [["--tp", 2, "--pp", 2], ["--pp", 2]])
+def test_four_ranks_in_other_layouts(traces: Path, alone: Path, tmp_path: Path, layout: list[object]):
+    metrics = tmp_path / "metrics.jsonl"
+    run([*torchrun(4), traces, *MODEL, *OPTIONS, *layout, "--epochs", 2, "--metrics", metrics], tmp_path / "log")
+    assert steps(metrics) == [(pytest.approx(loss, rel=1e-4, abs=1e-6), pytest.approx(norm, rel=1e-4)) for loss, norm
+                              in steps(alone / "metrics.jsonl")]  # fmt: skip
+
+
+@pytest.mark.slow
 def test_another_trainings_checkpoint_is_refused(traces: Path, tmp_path: Path):
     common = [sys.executable, SCRIPT, traces, *MODEL, *OPTIONS, "--steps", 1, "--checkpoints", tmp_path / "ck"]
     run(common, tmp_path / "log")

@@ -12,7 +12,7 @@ import torch
 
 from psrl.config import ATTENTION_BACKENDS
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.runtime.attention import AttentionLayout, attend, attend_layout, kernels, sdpa
+from psrl.runtime.attention import AttentionLayout, attend, attend_layout, dispatch, kernels, resolve_backend, sdpa
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 BACKENDS = ("reference", "sdpa")
@@ -272,10 +272,29 @@ def test_cuda_matches_oracle(dtype):
 
 def test_unknown_backend():
     inputs, _ = random_inputs(2, 2)
-    with pytest.raises(ConfigError, match="must be one of auto, reference, sdpa, got 'flash9'"):
+    with pytest.raises(ConfigError, match="must be one of auto, reference, sdpa, triton, flash, flex, got 'flash9'"):
         attend(*inputs, [0, 1], [2, 2], backend="flash9")
-    for backend in ATTENTION_BACKENDS:
+    for backend in ("auto", "reference", "sdpa"):
         assert attend(*inputs, [0, 1], [2, 2], backend=backend).shape == (2, 4, 16)
+
+
+def test_auto_is_triton_on_cuda():
+    assert [resolve_backend("auto", device) for device in ("cpu", "cuda")] == ["sdpa", "triton"]
+    assert [resolve_backend(name, "cuda") for name in ATTENTION_BACKENDS[1:]] == list(ATTENTION_BACKENDS[1:])
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_backends_for_cuda_refuse_the_cpu(backend):
+    inputs, _ = random_inputs(2, 2)
+    with pytest.raises(UnsupportedError, match=f"'{backend}' runs on cuda, got tensors on cpu: set .*sdpa"):
+        attend(*inputs, [0, 1], [2, 2], backend=backend)
+
+
+def test_triton_backend_without_triton_is_an_error(monkeypatch):
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    dispatch._load.cache_clear()
+    with pytest.raises(UnsupportedError, match="needs Triton: pip install triton"):
+        attend(*random_inputs(2, 2)[0], [0, 1], [2, 2], backend="triton")
 
 
 def test_unsupported_device_or_dtype_is_an_error():

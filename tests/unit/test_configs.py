@@ -1,12 +1,16 @@
 """Every configuration composes and is accepted; every mistake is refused before workers start, by name."""
 
+import os
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from typer.testing import CliRunner
 
+from psrl.cli.main import app
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, PSRLError
+from psrl.integrations.verl import train_job
 from psrl.integrations.verl.train_config import OrchestratorConfig, split_settings, validate_job
 from psrl.integrations.verl.train_job import check_files, compose_job, find_config_dir, job_environment
 
@@ -62,15 +66,38 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("psrl.kv_cache_fraction=0", "psrl.kv_cache_fraction"),
         ("psrl.attention_backend=flashy", "psrl.attention_backend"),
         ("psrl.enable=1", "psrl.enable must be true or false"),
-        ("psrl.grouping=prompt", "psrl.grouping must be one of uid, session, tokens"),
+        ("psrl.grouping=prompt", "psrl.grouping must be one of fingerprints, uid, session, tokens"),
         ("psrl.balance=maybe", "psrl.balance must be true or false"),
         ("psrl.advantage=gigpo", "psrl.advantage must be one of grpo, step, branch"),
         ("psrl.step_anchor=turn", "psrl.step_anchor must be one of step, state"),
         ("psrl.episode_weight=-1", "psrl.episode_weight"),
+        ("psrl.poll_seconds=0", "psrl.poll_seconds must be a number above 0"),
+        ("psrl.record_rollouts=3", "psrl.record_rollouts must be a folder or null"),
+        ("psrl.replay_rollouts=no/such", "psrl.replay_rollouts=no/such: no such folder"),
         (f"{A}.megatron.override_transformer_config.hidden_dropout=0.1", f"{A}.megatron.override_.*hidden_dropout is"),
         ("+actor_rollout_ref.model.override_config.attention_dropout=0.1", "override_config.attention_dropout is 0.1"),
         (f"{A}.ppo_max_token_len_per_gpu=0", f"{A}.ppo_max_token_len_per_gpu must be at least 1"),
         (f"{A}.use_dynamic_bsz=false", "psrl.max_tokens is needed"),
+        (f"{R}.log_prob_max_token_len_per_gpu=0", f"{R}.log_prob_max_token_len_per_gpu must be at least 1, got 0"),
+        (
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=0",
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu must be at least 1, got 0",
+        ),
+        (f"{A}.megatron.context_parallel_size=2", f"{A}.megatron.context_parallel_size=2 rules out prefix sharing"),
+        (f"{A}.megatron.use_megatron_fsdp=true", f"{A}.megatron.use_megatron_fsdp=True rules out prefix sharing"),
+        (f"{A}.megatron.qat.enable=true", f"{A}.megatron.qat.enable=True rules out prefix sharing"),
+        (f"{A}.megatron.vanilla_mbridge=false", f"{A}.megatron.vanilla_mbridge must be true where trainer.device is"),
+        ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=8 rules out prefix sharing"),
+        ("actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.model.use_remove_padding=False rules"),
+        ("psrl.fingerprint_stride=0", "psrl.fingerprint_stride must be an integer of at least 1, got 0"),
+        (
+            f"{R}.agent.agent_loop_manager_class=null",
+            f"{R}.agent.agent_loop_manager_class is not set, so that nothing writes the fingerprints",
+        ),
+        (f"{R}.n=0", f"{R}.n must be at least 1, got 0"),
+        ("trainer.nnodes=0", "trainer.nnodes must be at least 1, got 0"),
+        (f"{A}.ppo_mini_batch_size=0", f"{A}.ppo_mini_batch_size must be at least 1, got 0"),
+        ("data.train_batch_size=null", "data.train_batch_size must be at least 1, got None"),
         (f"{A}.strategy=fsdp2", f"{A}.strategy must be megatron"),
         (f"{A}.megatron._target_=verl.workers.config.McoreEngineConfig", f"{A}.megatron._target_ must be"),
         (f"{A}.megatron.psrl.max_tokens=5", f"{A}.megatron.psrl differs"),
@@ -95,6 +122,12 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def test_mistakes_are_named(override, key):
     with pytest.raises(PSRLError, match=key):
         validate_job(compose("cpu_quickstart", override))
+
+
+@pytest.mark.parametrize("name", ["record_rollouts", "replay_rollouts"])
+def test_rollouts_are_recorded_and_replayed_by_the_synchronous_trainer(name):
+    with pytest.raises(ConfigError, match=rf"psrl.{name} needs trainer.v1.trainer_mode=psrl_sync"):
+        validate_job(compose("cpu_quickstart", f"psrl.{name}=a", "trainer.v1.trainer_mode=psrl_colocate_async"))
 
 
 def test_step_advantages_need_grpo():
@@ -151,3 +184,36 @@ def test_configuration_folder(tmp_path, monkeypatch):
     assert find_config_dir(None) == CONFIGS
     with pytest.raises(ConfigError, match="--config-dir"):
         find_config_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("psrl.max_tokens=0", "psrl.max_tokens must be at least 1, got 0"),
+        ("+psrl.share=true", "unknown key psrl.share; known keys: enable, "),
+        (f"{R}.name=vllm", f"{R}.name=vllm needs GPUs, but trainer.device is cpu: set it to hf"),
+        (
+            f"{A}.megatron.override_transformer_config.hidden_dropout=0.1",
+            f"{A}.megatron.override_transformer_config.hidden_dropout is 0.1, but a shared token has one hidden state",
+        ),
+        (
+            "trainer.n_gpus_per_node=32",
+            f"{A}.ppo_mini_batch_size: 4 prompts times rollout.n=4 are fewer rows than the 32 data-parallel ranks",
+        ),
+        ("psrl.shares=true", "Could not override 'psrl.shares'"),
+    ],
+)
+def test_the_command_line_names_the_mistake_before_ray_starts(override, message, monkeypatch):
+    for name in ("VERL_USE_EXTERNAL_MODULES", "PSRL_CONFIG_DIR", "VERL_PLATFORM", "GLOO_SOCKET_IFNAME",
+                 "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"):  # fmt: skip
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # the job sets them in this process
+        if not os.environ[name]:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(train_job, "_run", lambda config: pytest.fail("the job was started"))
+    result = CliRunner().invoke(
+        app, ["train", "--config-name", "cpu_quickstart", "--config-dir", str(CONFIGS), override]
+    )
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("psrl: error:")]
+    assert message in line

@@ -1,5 +1,7 @@
 """The generator against transformers: greedy text, log-probs of a full forward, independence of batch and cache."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -100,7 +102,9 @@ def test_random_numbers_come_from_request_and_seed(qwen2):
     assert run("a") == run("a")
     assert run("a") != run("b")
     assert run("a") != run("a", seed=1)
-    assert run("a", seed=1) == run("a", params=SamplingParams(max_tokens=12, ignore_eos=True, seed=1))
+    own = SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
+    assert run("a", params=own) == run("b", params=own) == run("a", seed=5, params=own)  # with a seed of its own
+    assert run("a", params=own) != run("a", params=dataclasses.replace(own, seed=2))
 
 
 # ---------------------------------------------------------------------------------------------------- prefix reuse

@@ -30,11 +30,9 @@ def no_padding(keys: list[RowKey]) -> np.ndarray:
     return np.zeros(len(keys), dtype=bool)
 
 
-def place(keys, segments, cells, padding=None, *, grouping="uid", split_groups=False, mini_batches=None):
+def place(keys, segments, cells, padding=None, *, grouping="uid", split_groups=False, **options):
     padding = no_padding(keys) if padding is None else padding
-    return place_rows(
-        keys, padding, segments, cells, grouping=grouping, split_groups=split_groups, mini_batches=mini_batches
-    )
+    return place_rows(keys, padding, segments, cells, grouping=grouping, split_groups=split_groups, **options)
 
 
 def test_keys():
@@ -137,7 +135,7 @@ def test_membership_of_mini_batches_is_kept():
     segments, cells = segments_from_tokens(ids), Cells.of(16, 2, 8)
     upstream = np.random.default_rng(0).permutation(16)
     wanted = upstream_mini_batches(upstream, cells)
-    placed = place(keys, segments, cells, mini_batches=wanted)
+    placed = place(keys, segments, cells, upstream_S=upstream, keep_mini_batches=True)
     assert [m.tolist() for m in upstream_mini_batches(placed.order_S, cells)] == [m.tolist() for m in wanted]
     before = evaluate(keys, no_padding(keys), segments, cells, upstream, "uid")
     assert placed.workload <= before.workload

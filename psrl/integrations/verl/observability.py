@@ -31,6 +31,8 @@ class PassRecord:
     flops_shared: float
     planning_seconds: float
     seconds: float
+    cpu_seconds: float
+    """Processor time of the rank's process, all its threads."""
     max_log_ratio: float | None
     """Largest |log-prob - old log-prob| over the response tokens, of an actor's update."""
 
@@ -47,17 +49,20 @@ class EngineProbe:
     def _probed(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         output = self._run(data, loss_function, forward_only)
-        self._records.append(self._record(data, output, forward_only, time.perf_counter() - start))
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        self._records.append(self._record(data, output, forward_only, seconds, cpu_seconds))
         return output
 
-    def _record(self, data: TensorDict, output: dict[str, Any], forward_only: bool, seconds: float) -> PassRecord:
+    def _record(
+        self, data: TensorDict, output: dict[str, Any], forward_only: bool, seconds: float, cpu_seconds: float
+    ) -> PassRecord:
         ratio = None if forward_only else max_log_ratio(output.get("model_output") or {}, data)
         report = self._engine.last_report if self._engine.psrl_config.enable else None
         if report is None:
             num_tokens = data["input_ids"].values().shape[0]
-            return PassRecord(len(data), num_tokens, num_tokens, 0, 0, 0.0, 0.0, 0.0, seconds, ratio)
+            return PassRecord(len(data), num_tokens, num_tokens, 0, 0, 0.0, 0.0, 0.0, seconds, cpu_seconds, ratio)
         stats = report.stats
         return PassRecord(
             num_samples=stats.num_samples,
@@ -69,6 +74,7 @@ class EngineProbe:
             flops_shared=stats.flops_shared,
             planning_seconds=report.planning_seconds,
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             max_log_ratio=ratio,
         )
 
@@ -126,6 +132,7 @@ def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str
         "kv_bytes_peak": float(max(record.kv_bytes_peak for record in everything)),
         "planning_seconds": max(total("planning_seconds", records) for records in ranks),
         "seconds": max(total("seconds", records) for records in ranks),
+        "cpu_seconds": max(total("cpu_seconds", records) for records in ranks),
     }
     shared = total("flops_shared")
     if shared:

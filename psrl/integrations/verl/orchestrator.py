@@ -11,64 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from psrl.errors import ConfigError
-from psrl.grouping import Placement, SemanticGroup, place_groups
+from psrl.integrations.verl.cells import Cells, RowKey
+from psrl.integrations.verl.local_search import Grid, LocalSearch
+from psrl.integrations.verl.prefix_order import PrefixOrder
+from psrl.integrations.verl.schedule import Columns, by_work, schedule
 from psrl.integrations.verl.segments import Segments
-from psrl.types import FloatArray, IntArray
+from psrl.integrations.verl.starts import blocks, whole_groups
+from psrl.types import IntArray
 
-_WORTH_SPLITTING = 1.02
-"""Imbalance below which no group is split to lower it."""
-
-
-_SIMILAR = 0.97
-"""Cells of which the lighter has at least this share of the heavier's work may run at the same time."""
-
-
-class RowKey(NamedTuple):
-    """A row's key in TransferQueue: ``{uid}_{session}_{index}``."""
-
-    uid: str
-    session: str
-    step: int
-    """Index of the row among those of the session."""
-
-    @classmethod
-    def parse(cls, key: str) -> RowKey:
-        uid, session, index = key.rsplit("_", 2)
-        return cls(uid, session, int(index))
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """The grid of a step: every cell has the same number of rows."""
-
-    num_ranks: int
-    num_mini_batches: int
-    rows_per_cell: int
-
-    @classmethod
-    def of(cls, num_rows: int, num_ranks: int, mini_batch_rows: int) -> Cells:
-        """
-        Raises:
-            ConfigError: the rows do not divide.
-        """
-        if num_rows % mini_batch_rows or mini_batch_rows % num_ranks:
-            raise ConfigError(
-                f"{num_rows} rows do not divide into mini-batches of {mini_batch_rows} rows over {num_ranks} ranks"
-            )
-        return cls(num_ranks, num_rows // mini_batch_rows, mini_batch_rows // num_ranks)
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_ranks * self.num_mini_batches * self.rows_per_cell
-
-    def split(self, order_S: IntArray) -> IntArray:
-        """[ranks, mini-batches, rows of a cell] rows of an order that is rank-major, then mini-batch-major."""
-        return order_S.reshape(self.num_ranks, self.num_mini_batches, self.rows_per_cell)
+_LEAST_EFFORT, _EFFORT_PER_ROW = 300, 0.3
+"""Pairs of small cells that the searches look at, up to a millisecond each."""
+_WORTH_SPLITTING = 1.01
+"""How much longer the critical path of whole groups may be before groups are split to shorten it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +49,56 @@ class RowPlacement:
         return self.imbalance * self.workload
 
 
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What every placement of a batch has in common."""
+
+    segments: Segments
+    order: PrefixOrder
+    cells: Cells
+    group_S: IntArray
+    is_padding_S: np.ndarray
+    mini_batches: list[IntArray] | None
+    """Rows of every mini-batch where the membership is given."""
+
+    @property
+    def parts(self) -> list[IntArray]:
+        """Rows among which cells are formed."""
+        return [np.arange(self.cells.num_rows, dtype=np.int64)] if self.mini_batches is None else self.mini_batches
+
+    def whole_groups(self) -> Columns:
+        return self._columns(
+            [whole_groups(rows, self.group_S, self.is_padding_S, self.segments, self.order, self._num_cells,
+                          self.cells.rows_per_cell) for rows in self.parts]
+        )  # fmt: skip
+
+    def blocks(self) -> Columns:
+        return self._columns([blocks(rows, self.order, self.cells.rows_per_cell) for rows in self.parts])
+
+    def upstream(self, upstream_S: IntArray) -> Columns:
+        return [list(column) for column in self.cells.split(upstream_S).transpose(1, 0, 2)]
+
+    @property
+    def _num_cells(self) -> int:
+        return self.cells.num_ranks * (self.cells.num_mini_batches if self.mini_batches is None else 1)
+
+    def _columns(self, parts: list[list[IntArray]]) -> Columns:
+        return [column for found in parts for column in by_work(found, self.segments, self.cells.num_ranks)]
+
+    def improve(self, start: Columns, share: float, *, may_split: bool) -> Grid:
+        """Search from a placement, with a share of the effort that a batch of this size is worth."""
+        search = LocalSearch(
+            self.order, self.group_S[self.order.row_P], may_split=may_split, across=self.mini_batches is None
+        )
+        return search.improve(
+            Grid.of(self.order, start), share * (_LEAST_EFFORT + self.cells.num_rows * _EFFORT_PER_ROW)
+        )
+
+    def schedule(self, grid: Grid, limit: float) -> IntArray:
+        columns = grid.columns(self.order)
+        return schedule(columns, self.segments, may_regroup=self.mini_batches is None, limit=limit).reshape(-1)
+
+
 def place_rows(
     keys: Sequence[RowKey],
     is_padding_S: np.ndarray,
@@ -98,36 +107,47 @@ def place_rows(
     *,
     grouping: str,
     split_groups: bool,
-    mini_batches: Sequence[IntArray] | None = None,
+    upstream_S: IntArray | None = None,
+    keep_mini_batches: bool = False,
 ) -> RowPlacement:
     """Order the rows.
+
+    Several placements are improved by local search: whole groups longest-first, blocks of rows in depth-first order,
+    and veRL's own. The one with the shortest critical path is taken; of splits, only one that makes it shorter by more
+    than 1 % than whole groups do.
 
     Args:
         keys: of the S rows.
         is_padding_S: rows without targets that fill the batch up.
         segments: what the rows share.
         cells: the grid.
-        grouping: ``uid``, ``session`` or ``tokens`` (as ``uid``).
-        split_groups: split groups also where that lowers the critical path.
-        mini_batches: rows of every mini-batch, where the membership is given; None: any.
+        grouping: ``session``: groups are trajectories; else they are the rows of a prompt.
+        split_groups: split groups also where that lowers the critical path. False: only where equal rows force it.
+        upstream_S: veRL's order. With ``split_groups`` the critical path is never longer than that of this order.
+        keep_mini_batches: every mini-batch keeps the rows that ``upstream_S`` gives it.
+
+    Raises:
+        ConfigError: ``keep_mini_batches`` without veRL's order.
     """
-    everything = np.arange(len(keys), dtype=np.int64)
-    parts = [everything] if mini_batches is None else list(mini_batches)
-    num_cells = cells.num_ranks * (cells.num_mini_batches if mini_batches is None else 1)
-    placed: list[list[IntArray]] = []
-    for rows in parts:
-        placement = _place(keys, is_padding_S, segments, rows, num_cells, cells.rows_per_cell, grouping)
-        placed.append([rows[cell] for cell in placement.cells])
-
-    def finish(parts_of_cells: list[list[IntArray]]) -> RowPlacement:
-        grid = np.concatenate([_schedule(found, segments, cells.num_ranks) for found in parts_of_cells], axis=1)
-        return evaluate(keys, is_padding_S, segments, cells, grid.reshape(-1), grouping)
-
-    whole = finish(placed)
-    if not split_groups or whole.imbalance < _WORTH_SPLITTING:
-        return whole
-    split = finish([_balance(found, segments) for found in placed])
-    return split if split.critical_path < 0.99 * whole.critical_path else whole
+    if keep_mini_batches and upstream_S is None:
+        raise ConfigError("psrl.keep_minibatch needs veRL's order of the rows")
+    group_S = _group_numbers(keys, is_padding_S, grouping)
+    order = PrefixOrder.of(segments, group_S)
+    kept = upstream_mini_batches(upstream_S, cells) if keep_mini_batches and upstream_S is not None else None
+    problem = _Problem(segments, order, cells, group_S, is_padding_S, kept)
+    whole = found = problem.improve(problem.whole_groups(), 0.2, may_split=False)
+    limit = np.inf
+    if split_groups:
+        starts = [whole.columns(order), problem.blocks()]
+        if upstream_S is not None:
+            starts.append(problem.upstream(upstream_S))
+            limit = Grid.of(order, starts[-1]).critical_path
+        grids = [problem.improve(start, 0.2, may_split=True) for start in starts]
+        best = min(grids, key=lambda grid: grid.critical_path)
+        found = problem.improve(best.columns(order), 0.4, may_split=True)
+        if whole.critical_path <= min(limit, _WORTH_SPLITTING * found.critical_path):
+            found = whole
+    return evaluate(keys, is_padding_S, segments, cells, problem.schedule(found, limit), grouping)
 
 
 def evaluate(
@@ -160,127 +180,14 @@ def _group_of(key: RowKey, grouping: str) -> tuple[str, ...]:
     return (key.uid, key.session) if grouping == "session" else (key.uid,)
 
 
-def _place(
-    keys: Sequence[RowKey],
-    is_padding_S: np.ndarray,
-    segments: Segments,
-    rows: IntArray,
-    num_cells: int,
-    rows_per_cell: int,
-    grouping: str,
-) -> Placement:
-    """Cells of positions in ``rows``. Whole groups first; padding, which costs next to nothing, goes where room is."""
-
-    def workload(positions: IntArray) -> float:
-        return segments.workload(rows[positions])
-
-    members: dict[tuple[str, ...], list[int]] = {}
-    groups: list[SemanticGroup] = []
-    in_order = sorted(range(len(rows)), key=lambda position: keys[rows[position]])
-    for position in in_order:
-        row = int(rows[position])
-        if is_padding_S[row]:
-            groups.append(SemanticGroup(-1 - position, np.array([position]), 0.0))
-        else:
-            members.setdefault(_group_of(keys[row], grouping), []).append(position)
-    for group_id, positions in enumerate(members.values()):
-        for piece in _pieces(positions, [keys[int(rows[p])] for p in positions], rows_per_cell):
-            samples = np.asarray(piece, dtype=np.int64)
-            groups.append(SemanticGroup(group_id, samples, workload(samples)))
-    return place_groups(groups, num_cells, workload)
-
-
-def _pieces(positions: list[int], keys: list[RowKey], limit: int) -> list[list[int]]:
-    """A group as parts of at most ``limit`` rows: whole if it fits; else trajectories, joined while they fit; a
-    trajectory that is longer is cut into consecutive rows."""
-    if len(positions) <= limit:
-        return [positions]
-    sessions: dict[str, list[int]] = {}
-    for position, key in zip(positions, keys, strict=True):
-        sessions.setdefault(key.session, []).append(position)
-    pieces: list[list[int]] = []
-    for rows in sessions.values():
-        chunks = [rows[i : i + limit] for i in range(0, len(rows), limit)]
-        if pieces and len(pieces[-1]) + len(chunks[0]) <= limit:
-            pieces[-1] = pieces[-1] + chunks.pop(0)
-        pieces += chunks
-    return pieces
-
-
-def _balance(cells: list[IntArray], segments: Segments, max_rounds: int = 64) -> list[IntArray]:
-    """Swap rows between the busiest cell and others while that lowers the larger of the two."""
-    cells = [cell.copy() for cell in cells]
-    loads = np.array([segments.workload(cell) for cell in cells])
-    for _ in range(max_rounds):
-        busiest = int(loads.argmax())
-        swap = _best_swap(cells, loads, busiest, segments)
-        if swap is None:
-            break
-        other, mine, theirs = swap
-        cells[busiest][mine], cells[other][theirs] = cells[other][theirs], cells[busiest][mine]
-        for cell in (busiest, other):
-            loads[cell] = segments.workload(cells[cell])
-    return cells
-
-
-def _best_swap(
-    cells: list[IntArray], loads: FloatArray, busiest: int, segments: Segments
-) -> tuple[int, int, int] | None:
-    """(other cell, row of the busiest, row of the other) with the lowest maximum; None if none lowers it by 1 %."""
-    best, found = loads[busiest] * 0.99, None
-    for other in np.argsort(loads)[:2].tolist():
-        if other == busiest:
-            continue
-        for mine, theirs in np.ndindex(len(cells[busiest]), len(cells[other])):
-            left, right = cells[busiest].copy(), cells[other].copy()
-            left[mine], right[theirs] = right[theirs], left[mine]
-            result = max(segments.workload(left), segments.workload(right))
-            if result < best:
-                best, found = result, (other, mine, theirs)
-    return found
-
-
-def _schedule(cells: list[IntArray], segments: Segments, num_ranks: int) -> IntArray:
-    """[ranks, mini-batches, rows] when and where each cell runs.
-
-    Cells of similar workload run at the same time. Among those, a rank gets what shares most with its other cells:
-    forward-only phases run all rows of a rank together. Mini-batches are ordered by their first row.
-    """
-    work = [segments.workload(cell) for cell in cells]
-    owned = [segments.of(cell) for cell in cells]
-    waiting = sorted(range(len(cells)), key=lambda cell: -work[cell])
-    held_RV = np.zeros((num_ranks, len(segments.weight_V)), dtype=bool)
-    columns: list[list[IntArray]] = []
-    while waiting:
-        similar = [cell for cell in waiting[: 4 * num_ranks] if work[cell] >= _SIMILAR * work[waiting[0]]]
-        candidates = similar if len(similar) >= num_ranks else waiting[:num_ranks]
-        column: dict[int, int] = {}
-        while len(column) < num_ranks:
-            free = [rank for rank in range(num_ranks) if rank not in column]
-            rank, cell = _best_pair(segments, held_RV, owned, free, candidates)
-            column[rank] = cell
-            candidates = [c for c in candidates if c != cell]
-            waiting.remove(cell)
-            held_RV[rank, owned[cell]] = True
-        columns.append([cells[column[rank]] for rank in range(num_ranks)])
-    columns.sort(key=lambda column: min(int(cell.min()) for cell in column))
-    return np.stack([np.stack(column) for column in columns], axis=1)
-
-
-def _best_pair(
-    segments: Segments, held_RV: np.ndarray, owned: list[IntArray], free: list[int], candidates: list[int]
-) -> tuple[int, int]:
-    """Rank and cell that share most, less what the cell shares with any other rank; then the rank with least work."""
-    shared_CR = np.array([held_RV[:, owned[cell]] @ segments.weight_V[owned[cell]] for cell in candidates])
-    work_R = held_RV @ segments.weight_V
-
-    def value(pair: tuple[int, int]) -> tuple[float, float]:
-        index, rank = pair
-        others = np.delete(shared_CR[index], rank)
-        return float(shared_CR[index, rank] - others.max(initial=0.0)), -float(work_R[rank])
-
-    index, rank = max(((index, rank) for rank in free for index in range(len(candidates))), key=value)
-    return rank, candidates[index]
+def _group_numbers(keys: Sequence[RowKey], is_padding_S: np.ndarray, grouping: str) -> IntArray:
+    """[S] number of the row's group, by order of the keys; a padding row is a group of its own, after all others."""
+    names = sorted({_group_of(key, grouping) for key, padding in zip(keys, is_padding_S, strict=True) if not padding})
+    number = {name: index for index, name in enumerate(names)}
+    return np.array(
+        [len(names) + row if is_padding_S[row] else number[_group_of(key, grouping)] for row, key in enumerate(keys)],
+        dtype=np.int64,
+    )
 
 
 def upstream_mini_batches(order_S: IntArray, cells: Cells) -> list[IntArray]:

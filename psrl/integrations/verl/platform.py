@@ -25,6 +25,12 @@ def install() -> None:
         HOOKS.install()
 
 
+def choose() -> None:
+    """Make the CPU veRL's platform, and nothing else yet. Nothing where CUDA is available."""
+    if cpu_device.is_active():
+        cpu_platform()
+
+
 # What veRL calls on ``torch.cuda`` through ``get_torch_device()``.
 _DEVICE_MODULE = SimpleNamespace(
     is_available=lambda: True,

@@ -1,7 +1,8 @@
 """What ``VERL_USE_EXTERNAL_MODULES=psrl.integrations.verl.plugin`` loads into every veRL process.
 
-Importing this module registers the engines, the ``hf`` rollout and the trainers; with ``VERL_PLATFORM=cpu`` it makes
-the CPU veRL's platform. A failure is reported on stderr whatever the caller does with it.
+With ``VERL_PLATFORM=cpu`` it makes the CPU veRL's platform at once. The engines, the trainers and the ``hf`` rollout
+are registered when veRL imports the registry of each, so that a process without engines (of the rollout, a reward, the
+data) does not import Megatron for them. A failure is reported on stderr whatever the caller does with it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 
 from psrl.errors import ConfigError, UnsupportedError
+from psrl.integrations.verl import compat, platform
+from psrl.integrations.verl.after_import import after_import
 from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE
 
 
@@ -31,29 +35,32 @@ def require() -> None:
 
 
 def _load() -> None:
-    # First: veRL's engine modules ask for the device when they are imported.
-    from psrl.integrations.verl import platform
-
+    compat.check_versions()
+    # At once: veRL asks for the device when its modules are imported.
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        platform.install()
-    importlib.import_module("psrl.integrations.verl.engine")
+        platform.choose()
+        after_import("verl.workers.engine_workers", lambda: _reported(platform.install))
+    after_import("verl.workers.engine", lambda: _register("psrl.integrations.verl.engine"))
+    # The trainers need TransferQueue, which veRL itself imports only where a trainer or an agent loop runs.
+    after_import("verl.trainer.ppo.v1", lambda: _register("psrl.integrations.verl.trainer"))
     # Above this layer, and optional: found by name.
     if importlib.util.find_spec("psrl.rollout") is not None:
-        importlib.import_module("psrl.rollout").register()
-    _register_trainers()
+        after_import("verl.workers.rollout", lambda: _reported(importlib.import_module("psrl.rollout").register))
 
 
-def _register_trainers() -> None:
-    """The trainers need TransferQueue, which veRL itself imports only where a trainer or an agent loop runs."""
-    if importlib.util.find_spec("transfer_queue") is None:
-        return
-    importlib.import_module("psrl.integrations.verl.trainer")
+def _register(module: str) -> None:
+    """Import a module that registers its classes."""
+    _reported(lambda: importlib.import_module(module))
 
 
-try:
-    _load()
-except BaseException as error:
-    print(f"psrl: error: the veRL plug-in {PLUGIN} does not load: {error!r}", file=sys.stderr, flush=True)
-    if isinstance(error, ImportError):
-        raise UnsupportedError(f"the veRL plug-in {PLUGIN} does not load: {error}") from error
-    raise
+def _reported(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except BaseException as error:
+        print(f"psrl: error: the veRL plug-in {PLUGIN} does not load: {error!r}", file=sys.stderr, flush=True)
+        if isinstance(error, ImportError):
+            raise UnsupportedError(f"the veRL plug-in {PLUGIN} does not load: {error}") from error
+        raise
+
+
+_reported(_load)

@@ -39,7 +39,7 @@ class Segments:
         return np.unique(np.concatenate([self.rows[row] for row in rows.tolist()]))
 
 
-def _work(begin: Any, end: Any) -> Any:
+def tokens_work(begin: Any, end: Any) -> Any:
     """Work of tokens [begin, end) of a sequence, numbers or arrays: a token each, and a pair for every key it sees."""
     return (end - begin) + PAIR_WEIGHT * (end * (end + 1) - begin * (begin + 1)) / 2
 
@@ -72,7 +72,7 @@ def segments_from_tokens(token_ids: Sequence[IntArray], position_ids: Sequence[I
     begin = np.flatnonzero(starts_U)
     end = np.append(begin[1:], tree.num_tokens)
     first_depth = tree.depth_U[begin].astype(float)
-    weight_V = _work(first_depth, first_depth + (end - begin))
+    weight_V = tokens_work(first_depth, first_depth + (end - begin))
     rows = tuple(
         np.unique(segment_U[tree.index_N[cu_seqlens[row] : cu_seqlens[row + 1]]]) for row in range(len(lengths))
     )
@@ -91,16 +91,18 @@ def segments_from_lengths(
     rows: list[list[int]] = [[] for _ in keys]
 
     def add(begin: int, end: int) -> int:
-        weights.append(float(_work(begin, end)))
+        weights.append(float(tokens_work(begin, end)))
         return len(weights) - 1
 
     opening: dict[str, tuple[int, int]] = {}  # uid: segment of the common prompt, its length
     previous: dict[tuple[str, str], tuple[int, list[int]]] = {}  # trajectory: length and segments of its last row
+    padding = -1  # segment of the padding rows, which all have the same tokens
     for row in sorted(range(len(keys)), key=lambda row: keys[row]):
         uid, session, _ = keys[row]
         prompt, length = int(tags[row]["prompt_len"]), int(tags[row]["seq_len"])
         if is_padding_S[row]:
-            rows[row] = [add(0, length)]
+            padding = padding if padding >= 0 else add(0, length)
+            rows[row] = [padding]
             continue
         before, held = previous.get((uid, session), (0, []))
         if held and before <= prompt:

@@ -5,23 +5,31 @@ Needs OmegaConf only, so that a mistake is found before veRL or Ray are imported
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
-from psrl.integrations.verl.support import check_model
+from psrl.integrations.verl.durable_checkpoint import check_settings
+from psrl.integrations.verl.engine_checks import (
+    check_bridge,
+    check_count,
+    check_dropout,
+    check_engine_options,
+    check_model_folder,
+    check_token_budgets,
+)
 
 PLUGIN = "psrl.integrations.verl.plugin"
 PLUGIN_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """What loads the plug-in where veRL is imported."""
 ENGINE_CONFIG = "psrl.integrations.verl.engine_config.PSRLEngineConfig"
+AGENT_LOOP_MANAGER = "psrl.integrations.verl.agent_worker.PSRLAgentLoopManager"
 TRAINER_MODES = {
     "psrl_sync": "sync",
     "psrl_colocate_async": "colocate_async",
@@ -29,7 +37,7 @@ TRAINER_MODES = {
 }
 """psrl's trainers, and the trainer of veRL's that each extends."""
 
-GROUPINGS = ("uid", "session", "tokens")
+GROUPINGS = ("fingerprints", "uid", "session", "tokens")
 ADVANTAGES = ("grpo", "step", "branch")
 STEP_ANCHORS = ("step", "state")
 CPU_ROLLOUTS = ("hf",)
@@ -42,9 +50,12 @@ class OrchestratorConfig:
 
     balance: bool = True
     """Place samples so that shared prefixes stay together. False: veRL's balancing by length."""
-    grouping: str = "uid"
-    """Samples kept together: of a prompt (``uid``), of a trajectory (``session``), both with workloads estimated from
-    lengths; or of a prompt with workloads from the token ids, which the driver then fetches (``tokens``)."""
+    grouping: str = "fingerprints"
+    """Samples kept together, and what their workloads are computed from. Samples of a prompt: from hashes of prefixes
+    that the agent-loop worker writes (``fingerprints``), from the token ids, which the driver then fetches
+    (``tokens``), or estimated from the lengths (``uid``). Of a trajectory, from the lengths: ``session``."""
+    fingerprint_stride: int = 64
+    """Tokens from one hash to the next."""
     split_groups: bool = True
     """Split a group also where that lowers the critical path, not only where equal rows force it."""
     keep_minibatch: bool = False
@@ -58,6 +69,12 @@ class OrchestratorConfig:
     """Weight of veRL's trajectory advantage in the step's or branch's."""
     log: bool = True
     """Report ``psrl/*`` metrics."""
+    record_rollouts: str | None = None
+    """Folder for what generation produced in every step."""
+    replay_rollouts: str | None = None
+    """Folder of such a job: train on its rollouts, and generate nothing."""
+    poll_seconds: float = 2.0
+    """Pause between two looks for finished rollouts."""
 
     def __post_init__(self) -> None:
         for name in ("balance", "split_groups", "keep_minibatch", "log"):
@@ -66,6 +83,17 @@ class OrchestratorConfig:
         for name, choices in (("grouping", GROUPINGS), ("advantage", ADVANTAGES), ("step_anchor", STEP_ANCHORS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"psrl.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        stride = self.fingerprint_stride
+        if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
+            raise ConfigError(f"psrl.fingerprint_stride must be an integer of at least 1, got {stride!r}")
+        for name in ("record_rollouts", "replay_rollouts"):
+            if getattr(self, name) is not None and not (isinstance(getattr(self, name), str) and getattr(self, name)):
+                raise ConfigError(f"psrl.{name} must be a folder or null, got {getattr(self, name)!r}")
+        if self.record_rollouts and self.replay_rollouts:
+            raise ConfigError("psrl.record_rollouts and psrl.replay_rollouts exclude each other: set one of them")
+        seconds = self.poll_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise ConfigError(f"psrl.poll_seconds must be a number above 0, got {seconds!r}")
         weight = self.episode_weight
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
             raise ConfigError(f"psrl.episode_weight must be a number of at least 0, got {weight!r}")
@@ -114,15 +142,17 @@ def validate_job(config: DictConfig) -> tuple[PSRLConfig, OrchestratorConfig]:
     checks: tuple[Callable[[_Job], None], ...] = (
         _check_trainer,
         _check_engines,
-        _check_dropout,
         _check_budget,
         _check_rollout,
         _check_rows,
         _check_algorithm,
-        _check_model_folder,
+        _check_checkpoints,
     )
+    job = _Job(config, settings, orchestrator)
     for check in checks:
-        check(_Job(config, settings, orchestrator))
+        check(job)
+    if settings.enable:
+        check_model_folder(job.get)
     return settings, orchestrator
 
 
@@ -161,6 +191,12 @@ def _check_trainer(job: _Job) -> None:
         raise ConfigError("trainer.use_v1=false is veRL's old trainer, which has no plug-ins: set it to true")
     if mode not in TRAINER_MODES:
         raise ConfigError(f"trainer.v1.trainer_mode must be one of {', '.join(TRAINER_MODES)}, got {mode!r}")
+    for name in ("record_rollouts", "replay_rollouts"):
+        if getattr(job.orchestrator, name) and mode != "psrl_sync":
+            raise ConfigError(f"psrl.{name} needs trainer.v1.trainer_mode=psrl_sync, got {mode}")
+    replay = job.orchestrator.replay_rollouts
+    if replay and not Path(replay).expanduser().is_dir():
+        raise ConfigError(f"psrl.replay_rollouts={replay}: no such folder (psrl.record_rollouts makes it)")
 
 
 def _check_engines(job: _Job) -> None:
@@ -174,31 +210,16 @@ def _check_engines(job: _Job) -> None:
         own = PSRLConfig.from_mapping(job.get(f"{key}.megatron.psrl") or {})
         if own != job.settings:
             raise ConfigError(f"{key}.megatron.psrl differs from the psrl group: set psrl.* only")
-
-
-def _check_dropout(job: _Job) -> None:
-    if not job.settings.enable:
-        return
-    names = ("hidden_dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-    for key in job.engines():
-        model = "critic.model" if key == "critic" else "actor_rollout_ref.model"
-        for place in (f"{key}.megatron.override_transformer_config", f"{model}.override_config"):
-            for name in names:
-                value = (job.get(place) or {}).get(name)
-                if value:
-                    raise ConfigError(
-                        f"{place}.{name} is {value}, but a shared token has one hidden state for all its samples: set "
-                        "it to 0.0, or psrl.enable=false"
-                    )
+    check_bridge(job.get, job.engines(), job.get("trainer.device"))
+    if job.settings.enable:
+        check_dropout(job.get, job.engines())
+        check_engine_options(job.get, job.engines())
 
 
 def _check_budget(job: _Job) -> None:
     actor = "actor_rollout_ref.actor"
     if job.get(f"{actor}.use_dynamic_bsz"):
-        for key in (f"{actor}.ppo_max_token_len_per_gpu", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"):
-            value = job.get(key)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{key} must be at least 1, got {value!r}")
+        check_token_budgets(job.get, job.engines())
         return
     for name in ("max_tokens", "infer_max_tokens"):
         if job.settings.enable and getattr(job.settings, name) is None:
@@ -222,14 +243,18 @@ def _check_rollout(job: _Job) -> None:
             )
         if job.get(f"{key}.tensor_model_parallel_size") != 1:
             raise ConfigError(f"{key}.tensor_model_parallel_size must be 1 with {key}.name={name}")
-    if job.has_critic and device == "cpu" and job.get("critic.megatron.vanilla_mbridge") is False:
-        raise ConfigError("critic.megatron.vanilla_mbridge must be true where trainer.device is cpu")
+    manager = f"{key}.agent.agent_loop_manager_class"
+    if job.orchestrator.balance and job.orchestrator.grouping == "fingerprints" and not job.get(manager):
+        raise ConfigError(
+            f"{manager} is not set, so that nothing writes the fingerprints of psrl.grouping=fingerprints: set it to "
+            f"{AGENT_LOOP_MANAGER}, or psrl.grouping to uid, session or tokens"
+        )
 
 
 def _check_rows(job: _Job) -> None:
     """veRL gives every rank the same number of rows of every mini-batch."""
-    rollouts = job.get("actor_rollout_ref.rollout.n")
-    world = job.get("trainer.n_gpus_per_node") * job.get("trainer.nnodes")
+    rollouts = check_count(job.get, "actor_rollout_ref.rollout.n")
+    world = check_count(job.get, "trainer.n_gpus_per_node") * check_count(job.get, "trainer.nnodes")
     for key in job.engines():
         parallel = 1
         for name in ("tensor", "pipeline", "context"):
@@ -242,7 +267,7 @@ def _check_rows(job: _Job) -> None:
         num_ranks = world // parallel
         if key.endswith("ref"):
             continue
-        prompts = job.get(f"{key}.ppo_mini_batch_size")
+        prompts = check_count(job.get, f"{key}.ppo_mini_batch_size")
         if prompts * rollouts < num_ranks:
             raise ConfigError(
                 f"{key}.ppo_mini_batch_size: {prompts} prompts times rollout.n={rollouts} are fewer rows than the "
@@ -255,7 +280,7 @@ def _check_rows(job: _Job) -> None:
             )
         if job.orchestrator.balance and job.get(f"{key}.shuffle"):
             raise ConfigError(f"{key}.shuffle=true undoes psrl's placement: set it to false, or psrl.balance=false")
-    batch = job.get("data.train_batch_size")
+    batch = check_count(job.get, "data.train_batch_size")
     if batch < job.get("actor_rollout_ref.actor.ppo_mini_batch_size"):
         raise ConfigError(
             f"data.train_batch_size={batch} is smaller than actor_rollout_ref.actor.ppo_mini_batch_size="
@@ -279,17 +304,5 @@ def _check_algorithm(job: _Job) -> None:
         )
 
 
-def _check_model_folder(job: _Job) -> None:
-    """A local model folder; a name of a hub is checked by the workers."""
-    path = Path(job.get("actor_rollout_ref.model.path")).expanduser() / "config.json"
-    if not job.settings.enable or not path.is_file():
-        return
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values.update(job.get("actor_rollout_ref.model.override_config") or {})
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
-        if values.get(name):
-            raise ConfigError(
-                f"actor_rollout_ref.model.path: {path} has {name}={values[name]}: set "
-                f"+actor_rollout_ref.model.override_config.{name}=0.0"
-            )
-    check_model(SimpleNamespace(**values))
+def _check_checkpoints(job: _Job) -> None:
+    check_settings(job.get)

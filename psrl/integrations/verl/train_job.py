@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from psrl.errors import ConfigError, PSRLError
-from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, plain, validate_job
+from psrl.integrations.verl.durable_checkpoint import find_latest
+from psrl.integrations.verl.reaper import reap_after_this_process
+from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, job_settings, plain, validate_job
 
 CONFIG_DIR_VARIABLE = "PSRL_CONFIG_DIR"
 """Read by the configurations, for the files beside them."""
@@ -104,7 +106,14 @@ class PSRLTaskRunner:
         runner.__ray_actor_class__().run(config)
 
 
-def run_job(config_name: str, config_dir: Path | None, overrides: Sequence[str], *, dry_run: bool = False) -> None:
+def run_job(
+    config_name: str,
+    config_dir: Path | None,
+    overrides: Sequence[str],
+    *,
+    dry_run: bool = False,
+    check_weights: Callable[[Path], None] | None = None,
+) -> None:
     """Run a job to its end.
 
     Args:
@@ -112,10 +121,13 @@ def run_job(config_name: str, config_dir: Path | None, overrides: Sequence[str],
         config_dir: None: ``configs`` in the current folder, else beside the package.
         overrides: Hydra's.
         dry_run: check the job and print its configuration instead.
+        check_weights: checks a model folder's weights, before Ray starts.
 
     Raises:
         ConfigError: the job cannot run; names the key.
         UnsupportedError: the plug-in does not load here, or the model is not supported.
+        InputError: the weights of a model folder do not fit its configuration.
+        JobError: a process of the job died.
     """
     folder = find_config_dir(config_dir)
     set_environment(job_environment(folder, config_name, overrides), folder)
@@ -128,9 +140,12 @@ def run_job(config_name: str, config_dir: Path | None, overrides: Sequence[str],
         print(OmegaConf.to_yaml(config))
         return
     check_files(config)
+    if check_weights is not None:
+        _check_model_weights(config, check_weights)
     with open_dict(config):
         OmegaConf.update(config, f"{_ENVIRONMENT}.{PLUGIN_VARIABLE}", os.environ[PLUGIN_VARIABLE], force_add=True)
-    _run(config)
+    with reap_after_this_process():
+        _run(config)
 
 
 def check_files(config: DictConfig) -> None:
@@ -154,6 +169,22 @@ def check_files(config: DictConfig) -> None:
         raise ConfigError(f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}: no such file")
 
 
+def _check_model_weights(config: DictConfig, check_weights: Callable[[Path], None]) -> None:
+    """The folders that Megatron's bridge loads weights from; with ``psrl.enable=false`` they are veRL's matter."""
+    if not job_settings(config)[0].enable:
+        return
+    from verl.trainer.ppo.utils import need_critic
+
+    sections = {"actor_rollout_ref.actor": "actor_rollout_ref.model"}
+    if need_critic(config):
+        sections["critic"] = "critic.model"
+    for section, model in sections.items():
+        folder = Path(OmegaConf.select(config, f"{model}.path")).expanduser()
+        loads_folder = not OmegaConf.select(config, f"{section}.megatron.use_dist_checkpointing")
+        if loads_folder and (folder / "config.json").is_file():
+            check_weights(folder)
+
+
 def _run(config: DictConfig) -> None:
     import ray
     from ray.exceptions import RayTaskError
@@ -161,6 +192,8 @@ def _run(config: DictConfig) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
+
+    from psrl.integrations.verl.supervision import SupervisedRunner, own_error
 
     auto_set_device(config)
     try:
@@ -174,12 +207,27 @@ def _run(config: DictConfig) -> None:
         raise
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"veRL refuses the job: {error}") from error
+    runner = SupervisedRunner(
+        ray.remote(PSRLTaskRunner),
+        ranks_per_node=config.trainer.n_gpus_per_node,
+        way_on=lambda: _way_on(Path(config.trainer.default_local_dir)),
+    )
+    starts_ray = not ray.is_initialized()
     try:
-        main_ppo.run_ppo(config, task_runner_class=ray.remote(PSRLTaskRunner))
+        main_ppo.run_ppo(config, task_runner_class=runner)
     except RayTaskError as error:
-        cause: Any = error
-        while isinstance(cause, RayTaskError):
-            cause = cause.cause
-        if isinstance(cause, PSRLError):
-            raise type(cause)(str(cause)) from error
+        own = own_error(error)
+        if own is not None:
+            raise own from error
         raise
+    finally:
+        if starts_ray:
+            ray.shutdown()
+
+
+def _way_on(root: Path) -> str:
+    """What to do after a death."""
+    latest = find_latest(root).folder
+    if latest is None:
+        return f"There is no whole checkpoint in {root} to go on from (trainer.save_freq)"
+    return f"The last whole checkpoint is {latest}: start the job again with trainer.resume_mode=auto to go on from it"

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -25,22 +25,30 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
 
-from psrl.integrations.verl.observability import PassRecord, headline_metrics, phase_metrics
+from psrl.integrations.verl.fingerprints import TAG, segments_from_fingerprints
+from psrl.integrations.verl.observability import (
+    PassRecord,
+    headline_metrics,
+    phase_metrics,
+    step_line,
+    trajectory_reward,
+)
 from psrl.integrations.verl.orchestrator import (
     Cells,
     RowKey,
     evaluate,
     place_rows,
     placement_metrics,
-    upstream_mini_batches,
 )
+from psrl.integrations.verl.recorded_rollouts import RolloutStore, rollout_settings
+from psrl.integrations.verl.resumption import ResumableTrainer, row_order
 from psrl.integrations.verl.segments import Segments, segments_from_lengths, segments_from_tokens
 from psrl.integrations.verl.train_config import validate_job
 from psrl.integrations.verl.trainer_advantage import group_advantages, row_groups, row_returns
 from psrl.types import IntArray
 
 
-class PSRLTrainerMixin(PPOTrainer):
+class PSRLTrainerMixin(ResumableTrainer):
     """Goes before one of veRL's trainers in the bases."""
 
     upstream_mode: ClassVar[str]
@@ -57,7 +65,15 @@ class PSRLTrainerMixin(PPOTrainer):
         self.trainer_mode = self.upstream_mode
         own = self.config.trainer.v1.get(self.upstream_mode) or {}
         self.parameter_sync_step = own.get("parameter_sync_step", 1)
-        return super()._build_replay_buffer()
+        buffer = super()._build_replay_buffer()
+        buffer.poll_interval = self.psrl.poll_seconds
+        self.rollouts = RolloutStore.of(self.psrl, rollout_settings(self.config))
+        self.rollouts.attach(buffer)
+        return buffer
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        self.rollouts.begin_step(self.global_steps)
+        return len(batch) if self.rollouts.replays else super()._submit_batch_to_rollout(batch)
 
     def _init_resource_pool_mgr(self) -> None:
         from psrl.integrations.verl.trainer_workers import OBSERVED
@@ -107,6 +123,7 @@ class PSRLTrainerMixin(PPOTrainer):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
+        batch.reorder(row_order(batch.keys))
         if not self.psrl.balance:
             return super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
         num_ranks = self._num_ranks()
@@ -126,7 +143,8 @@ class PSRLTrainerMixin(PPOTrainer):
             cells,
             grouping=self.psrl.grouping,
             split_groups=self.psrl.split_groups,
-            mini_batches=upstream_mini_batches(before_S, cells) if keep else None,
+            upstream_S=before_S,
+            keep_mini_batches=keep,
         )
         before = evaluate(keys, is_padding_S, segments, cells, before_S, self.psrl.grouping)
         batch.reorder(after.order_S.tolist())
@@ -137,7 +155,13 @@ class PSRLTrainerMixin(PPOTrainer):
         return batch
 
     def _segments(self, batch: KVBatchMeta, keys: Sequence[RowKey], is_padding_S: np.ndarray) -> Segments:
-        if self.psrl.grouping != "tokens":
+        exact = self.psrl.grouping == "tokens"
+        if self.psrl.grouping == "fingerprints":
+            if not (self.psrl.replay_rollouts and not any(TAG in tag for tag in batch.tags)):
+                return segments_from_fingerprints(batch.keys, batch.tags, is_padding_S)
+            exact = True
+            print("psrl: the recorded rollouts have no fingerprints: placement by their token ids", flush=True)
+        if not exact:
             return segments_from_lengths(keys, batch.tags, is_padding_S)
         data = _fetch(batch, "input_ids")
         return segments_from_tokens([row.numpy() for row in data["input_ids"].unbind()])
@@ -206,6 +230,24 @@ class PSRLTrainerMixin(PPOTrainer):
         if self.psrl.log:
             metrics.update(headline_metrics(metrics))
         return result
+
+    def _compute_metrics(
+        self,
+        batch: KVBatchMeta,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
+        global_steps: int,
+        epoch: int,
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        if self.psrl.log:
+            real = np.flatnonzero(~_is_padding(batch)).tolist()
+            keys = [RowKey.parse(batch.keys[row]) for row in real]
+            rewards = [float(scores.sum()) for scores in _fetch(batch, "rm_scores")["rm_scores"].unbind()]
+            metrics["psrl/trajectory_reward"] = trajectory_reward(
+                [(key.uid, key.session) for key in keys], [rewards[row] for row in real]
+            )
+            print(f"psrl: {step_line(metrics, global_steps, self.total_training_steps)}", flush=True)
 
     def _report(self, phase: str, group: Any, role: str, metrics: dict[str, Any]) -> None:
         """Fetch what the phase's engines recorded. A phase that ran nothing (bypassed old log-probs) adds nothing."""

@@ -5,22 +5,50 @@ Shape legend: T queries, S keys, N query heads, K key/value heads, H head dimens
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from psrl.config import ATTENTION_BACKENDS
-from psrl.errors import ConfigError
+from psrl.errors import ConfigError, UnsupportedError
 from psrl.runtime.attention.base import AttentionBackend, check_inputs
 from psrl.runtime.attention.layout import AttentionLayout
-from psrl.runtime.attention.reference import reference_attention
-from psrl.runtime.attention.sdpa import sdpa_attention
 
-_BACKENDS: dict[str, AttentionBackend] = {
-    "auto": sdpa_attention,
-    "reference": reference_attention,
-    "sdpa": sdpa_attention,
-}
+
+def resolve_backend(backend: str, device_type: str) -> str:
+    """The backend that ``auto`` means on a device; any other name is itself.
+
+    Raises:
+        ConfigError: ``backend`` is unknown.
+    """
+    if backend not in ATTENTION_BACKENDS:
+        raise ConfigError(f"psrl.attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        return backend
+    return "triton" if device_type == "cuda" else "sdpa"
+
+
+@functools.cache
+def _load(backend: str) -> AttentionBackend:
+    """Import a backend when it is first asked for: Triton and FlexAttention are slow to import and may be absent."""
+    if backend == "reference":
+        from psrl.runtime.attention.reference import reference_attention as attention
+    elif backend == "sdpa":
+        from psrl.runtime.attention.sdpa import sdpa_attention as attention
+    elif backend == "flash":
+        from psrl.runtime.attention.flash import flash_attention as attention
+    elif backend == "flex":
+        from psrl.runtime.attention.flex import flex_attention_backend as attention
+    else:
+        if importlib.util.find_spec("triton") is None:
+            raise UnsupportedError(
+                "attention backend 'triton' needs Triton: pip install triton, or set psrl.attention_backend=sdpa"
+            )
+        from psrl.runtime.attention.triton import triton_attention as attention
+    return attention
 
 
 def attend(
@@ -66,16 +94,17 @@ def attend_layout(
 
     Args:
         scale: factor of the scores; None means ``H ** -0.5``.
-        backend: ``reference`` is dense, for tests, and takes any float dtype and a v with its own head dim. ``sdpa``
-            runs tiles on PyTorch's flash kernels, in time and memory proportional to visible pairs and tokens.
-            ``auto`` is ``sdpa``.
+        backend: ``reference`` is dense, for tests, and takes any float dtype and a v with its own head dim. The
+            others take time proportional to visible pairs: ``triton`` is one kernel over exactly the visible tiles
+            (CUDA; v may have its own head dim), ``flash`` runs variable-length calls of the installed flash-attn
+            (CUDA), ``sdpa`` runs tiles on PyTorch's flash kernels, ``flex`` is PyTorch's FlexAttention (forward only
+            on CPU; not deterministic on FlashAttention-4). ``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere.
 
     Raises:
         ConfigError: ``backend`` is unknown.
         UnsupportedError: the backend cannot run this device, dtype or head dimension.
         ValueError: shapes, dtypes or devices do not fit together or to the layout.
     """
-    if backend not in _BACKENDS:
-        raise ConfigError(f"psrl.attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, got {backend!r}")
+    attention = _load(resolve_backend(backend, q_TNH.device.type))
     check_inputs(q_TNH, k_SKH, v_SKH, layout)
-    return _BACKENDS[backend](q_TNH, k_SKH, v_SKH, layout, q_TNH.shape[2] ** -0.5 if scale is None else float(scale))
+    return attention(q_TNH, k_SKH, v_SKH, layout, q_TNH.shape[2] ** -0.5 if scale is None else float(scale))

@@ -128,7 +128,7 @@ class CudaFlashKernel:
         extra: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         seed, offset = extra
-        with _deterministic_algorithms():
+        with deterministic_algorithms():
             return _aten._scaled_dot_product_flash_attention_backward.default(
                 grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
                 0.0, is_causal, seed, offset, scale=scale,
@@ -136,7 +136,7 @@ class CudaFlashKernel:
 
 
 @contextmanager
-def _deterministic_algorithms() -> Iterator[None]:
+def deterministic_algorithms() -> Iterator[None]:
     """The CUDA backward sums the queries' gradients with atomic adds unless PyTorch's global switch is on."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -5,7 +5,9 @@ Shape legend: T queries, S keys, B packed sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,6 +33,8 @@ class AttentionLayout:
     """Half-open ranges of queries whose result no tile stores: it starts from zero."""
     unset_keys: tuple[Range, ...]
     """Half-open ranges of keys whose gradients no tile stores: they start from zero."""
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    """What a backend made of the mask for one device, kept for the other layers: the one part that changes."""
 
     @classmethod
     def build(cls, first_S: ArrayLike, last_S: ArrayLike, num_queries: int) -> AttentionLayout:

@@ -1,0 +1,124 @@
+"""The engines' part of a job, checked before its workers start. The workers check it again, on what they were given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from psrl.errors import ConfigError, UnsupportedError
+from psrl.integrations.verl.support import _engine as engine_refusals
+from psrl.integrations.verl.support import check_model
+
+Get = Callable[[str], Any]
+"""Value of a job's key, None where there is none."""
+
+_OF_THE_MODEL = ("use_remove_padding", "use_fused_kernels")
+"""Options that the engine takes from the model's section."""
+_TOKEN_BUDGETS = {
+    "actor_rollout_ref.actor": ("ppo_max_token_len_per_gpu",),
+    "actor_rollout_ref.ref": ("log_prob_max_token_len_per_gpu",),
+    "critic": ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"),
+}
+
+
+def model_key(engine: str) -> str:
+    """Key of the model's section of an engine."""
+    return "critic.model" if engine == "critic" else "actor_rollout_ref.model"
+
+
+def check_engine_options(get: Get, engines: Iterable[str]) -> None:
+    """Options under which prefixes cannot be shared, by the key that sets them.
+
+    Raises:
+        UnsupportedError: names the key.
+    """
+    for engine in engines:
+        model = model_key(engine)
+        values = dict(get(f"{engine}.megatron") or {})
+        values |= {name: get(f"{model}.{name}") for name in _OF_THE_MODEL}
+        values |= {name: SimpleNamespace(**value) for name, value in values.items() if isinstance(value, dict)}
+        for refusal in engine_refusals(SimpleNamespace(**values)):
+            place = model if refusal.option in _OF_THE_MODEL else f"{engine}.megatron"
+            raise UnsupportedError(
+                f"{place}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
+                f"{refusal.way_out}, or set psrl.enable=false"
+            )
+        for name in ("lora_rank", "lora.rank", "mtp.enable"):
+            if value := get(f"{model}.{name}"):
+                raise UnsupportedError(
+                    f"{model}.{name}={value!r} rules out prefix sharing (not built yet): set it to "
+                    f"{'false' if value is True else 0}, or set psrl.enable=false"
+                )
+
+
+def check_bridge(get: Get, engines: Iterable[str], device: str) -> None:
+    """
+    Raises:
+        ConfigError: Megatron-Bridge is asked for on the CPU.
+    """
+    for engine in engines:
+        key = f"{engine}.megatron.vanilla_mbridge"
+        if device == "cpu" and get(key) is False:
+            raise ConfigError(f"{key} must be true where trainer.device is cpu: Megatron-Bridge needs a GPU")
+
+
+def check_token_budgets(get: Get, engines: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigError: a token budget in use is no positive number.
+    """
+    keys = [f"{engine}.{name}" for engine in engines for name in _TOKEN_BUDGETS[engine]]
+    for key in [*keys, "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"]:
+        check_count(get, key)
+
+
+def check_count(get: Get, key: str) -> int:
+    """The value of a key that counts something.
+
+    Raises:
+        ConfigError: it is no integer of at least 1.
+    """
+    value = get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} must be at least 1, got {value!r}")
+    return value
+
+
+def check_dropout(get: Get, engines: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigError: an override of the model asks for dropout; names the key.
+    """
+    names = ("hidden_dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    for engine in engines:
+        for place in (f"{engine}.megatron.override_transformer_config", f"{model_key(engine)}.override_config"):
+            for name in names:
+                if value := (get(place) or {}).get(name):
+                    raise ConfigError(
+                        f"{place}.{name} is {value}, but a shared token has one hidden state for all its samples: set "
+                        "it to 0.0, or psrl.enable=false"
+                    )
+
+
+def check_model_folder(get: Get) -> None:
+    """A local model folder; a name of a hub is checked by the workers.
+
+    Raises:
+        ConfigError: it has dropout.
+        UnsupportedError: prefixes cannot be shared in the model.
+    """
+    path = Path(get("actor_rollout_ref.model.path")).expanduser() / "config.json"
+    if not path.is_file():
+        return
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.update(get("actor_rollout_ref.model.override_config") or {})
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+        if values.get(name):
+            raise ConfigError(
+                f"actor_rollout_ref.model.path: {path} has {name}={values[name]}: set "
+                f"+actor_rollout_ref.model.override_config.{name}=0.0"
+            )
+    check_model(SimpleNamespace(**values))

@@ -1,0 +1,92 @@
+"""The cached path as a table of row addresses, so that kernels read blocks where they lie.
+
+Shape legend: L layers, n tokens of a block, P path tokens, K key/value heads, D head dim (of k or of v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psrl.errors import UnsupportedError
+from psrl.types import IntArray
+
+ALIGNMENT = 16
+"""Bytes. Kernels read rows in units of it."""
+
+
+class RowTable(NamedTuple):
+    """Where the rows of one tensor per block lie: [L, n, K, D] each, in path order."""
+
+    rows_P: Tensor
+    """[P] int64, on the device: address of each path token's row in layer 0 of its block."""
+    lens_P: Tensor
+    """[P] int32, on the device: n of the token's block, the distance between layers in rows."""
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class CachedPath(NamedTuple):
+    """K and V of a micro-batch's path, for every layer. Holds addresses, no storage: whoever owns the blocks keeps
+    them from the build of the table to the last launch that reads it."""
+
+    k: RowTable
+    v: RowTable
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.k.rows_P)
+
+    @classmethod
+    def build(cls, k_blocks: Sequence[Tensor], v_blocks: Sequence[Tensor]) -> CachedPath:
+        """Args: the path's blocks from the root on, each [L, n, K, H] and [L, n, K, W]; see ``row_table``."""
+        return cls(row_table(k_blocks), row_table(v_blocks))
+
+
+def row_table(blocks: Sequence[Tensor]) -> RowTable:
+    """Table of at least one block. Copies one small array per table to the device, without synchronising.
+
+    Raises:
+        ValueError: no block, or blocks that differ in layers, heads, head dim, dtype or device, or are strided.
+        UnsupportedError: rows that do not start at multiples of 16 bytes.
+    """
+    if not blocks:
+        raise ValueError("a path has at least one block")
+    like = blocks[0]
+    for x in blocks:
+        if x.dim() != 4 or (x.shape[0], x.shape[2:], x.dtype, x.device) != (
+            like.shape[0], like.shape[2:], like.dtype, like.device,
+        ):  # fmt: skip
+            raise ValueError(
+                "the blocks of a path must be [layers, tokens, heads, head dim] of one kind, got "
+                f"{tuple(like.shape)} {like.dtype} on {like.device} and {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
+        if not x.is_contiguous():
+            raise ValueError(f"the blocks of a path must be contiguous, got strides {x.stride()}")
+    num_heads, head_dim = like.shape[2:]
+    if head_dim * like.element_size() % ALIGNMENT or any(x.data_ptr() % ALIGNMENT for x in blocks):
+        raise UnsupportedError(
+            f"cached blocks need rows at multiples of {ALIGNMENT} bytes, got head dim {head_dim} of {like.dtype}"
+        )
+    lens = np.array([x.shape[1] for x in blocks])
+    row_bytes = num_heads * head_dim * like.element_size()
+    row_in_block = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    rows = np.repeat(np.array([x.data_ptr() for x in blocks]), lens) + row_in_block * row_bytes
+    return RowTable(
+        to_device(rows.astype(np.int64), like.device),
+        to_device(np.repeat(lens, lens).astype(np.int32), like.device),
+        num_heads,
+        head_dim,
+        like.dtype,
+    )
+
+
+def to_device(array: IntArray | np.ndarray, device: torch.device) -> Tensor:
+    """A copy on ``device``; to a GPU through pinned memory, so that the host does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
