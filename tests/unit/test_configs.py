@@ -153,6 +153,9 @@ def test_a_local_model_is_checked(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(PSRLError, match="model_type 'gpt2' is not supported"):
         validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "norm_topk_prob": true}')
+    with pytest.raises(PSRLError, match=r"rollout.name=hf: the embedded rollout does not take weights of qwen3_moe"):
+        validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}"))
 
 
 def test_missing_files_are_named(tmp_path):

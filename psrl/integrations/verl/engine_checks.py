@@ -17,6 +17,8 @@ Get = Callable[[str], Any]
 
 _OF_THE_MODEL = ("use_remove_padding", "use_fused_kernels")
 """Options that the engine takes from the model's section."""
+_ROLLOUT_MODELS = ("llama", "qwen2", "qwen3")
+"""Of the embedded rollout: transformers holds all experts of a layer in one tensor, veRL sends one each."""
 _TOKEN_BUDGETS = {
     "actor_rollout_ref.actor": ("ppo_max_token_len_per_gpu",),
     "actor_rollout_ref.ref": ("log_prob_max_token_len_per_gpu",),
@@ -122,3 +124,8 @@ def check_model_folder(get: Get) -> None:
                 f"+actor_rollout_ref.model.override_config.{name}=0.0"
             )
     check_model(SimpleNamespace(**values))
+    if get("actor_rollout_ref.rollout.name") == "hf" and values["model_type"] not in _ROLLOUT_MODELS:
+        raise UnsupportedError(
+            f"actor_rollout_ref.rollout.name=hf: the embedded rollout does not take weights of {values['model_type']}, "
+            f"only of {', '.join(_ROLLOUT_MODELS)}: choose vllm or sglang"
+        )

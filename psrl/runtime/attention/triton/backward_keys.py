@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from psrl.runtime.attention.triton.backward_queries import LOG2_E
-from psrl.runtime.attention.triton.common import add_dot, dot, key_rows, load_columns, store_columns
+from psrl.runtime.attention.triton.common import add_dot, dot, key_rows, load_columns, round_to, store_columns
 
 
 @triton.jit
@@ -100,14 +100,14 @@ def dkv_kernel(
         if i < full:
             is_visible = (queries[None, :] >= begins[:, None]) & (queries[None, :] < ends[:, None])
             weights = tl.where(is_visible, weights, 0.0)
-        rounded = weights.to(do0.dtype)
+        rounded = round_to(weights, do0.dtype)
         dv0 = add_dot(rounded, do0, dv0, PRECISION)
         grad_weights = dot(v0, tl.trans(do0), PRECISION)
         if W1 > 0:
             do1 = load_columns(grad_rows, W0 + tl.arange(0, W1), in_range)
             dv1 = add_dot(rounded, do1, dv1, PRECISION)
             grad_weights = add_dot(v1, tl.trans(do1), grad_weights, PRECISION)
-        grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q0.dtype)
+        grad_scores = round_to(weights * (grad_weights - row_delta[None, :]), q0.dtype)
         dk0 = add_dot(grad_scores, q0, dk0, PRECISION)
         if H1 > 0:
             dk1 = add_dot(grad_scores, q1, dk1, PRECISION)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from psrl.runtime.attention.triton.common import add_dot, dot, key_rows, load_columns, store_columns
+from psrl.runtime.attention.triton.common import add_dot, dot, key_rows, load_columns, round_to, store_columns
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -90,7 +90,7 @@ def dq_kernel(
                 ends = tl.load(last + keys, mask=in_range, other=0)
                 is_visible = (queries[:, None] >= begins[None, :]) & (queries[:, None] < ends[None, :])
                 weights = tl.where(is_visible, weights, 0.0)
-            grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k0.dtype)
+            grad_scores = round_to(weights * (grad_weights - row_delta[:, None]), k0.dtype)
             dq0 = add_dot(grad_scores, k0, dq0, PRECISION)
             if H1 > 0:
                 dq1 = add_dot(grad_scores, k1, dq1, PRECISION)

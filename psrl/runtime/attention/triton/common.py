@@ -24,10 +24,19 @@ def load_columns(rows, columns, valid):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 ``x`` rounded to the nearest number of ``dtype``. Triton's interpreter would cut bfloat16 off."""
+    if IS_INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def store_columns(rows, start, values, valid, WIDTH: tl.constexpr):
     """Store ``values`` [rows, WIDTH], rounded to the pointers' type, from column ``start`` of the valid rows on."""
     pointers = rows[:, None] + (start + tl.arange(0, WIDTH))[None, :]
-    tl.store(pointers, values.to(rows.dtype.element_ty), mask=valid[:, None])
+    tl.store(pointers, round_to(values, rows.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from psrl.runtime.attention.triton.common import add_dot, dot, key_rows, load_columns, store_columns
+from psrl.runtime.attention.triton.common import add_dot, dot, key_rows, load_columns, round_to, store_columns
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -69,7 +69,7 @@ def forward_kernel(
             v_rows = key_rows(v, v_stride, v_head_stride, path_v, path_lens, path_len, layer, head // GROUP,
                               num_heads // GROUP, keys, W0 + W1, HAS_PATH)  # fmt: skip
             v0 = load_columns(v_rows, tl.arange(0, W0), in_range)
-            weights = weights.to(v0.dtype)
+            weights = round_to(weights, v0.dtype)
             out0 = add_dot(weights, v0, out0 * shrink[:, None], PRECISION)
             if W1 > 0:
                 v1 = load_columns(v_rows, W0 + tl.arange(0, W1), in_range)
