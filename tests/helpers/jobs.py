@@ -17,13 +17,7 @@ def launch(arguments: list[str], folder: Path, *, max_seconds: float = 900, **en
         job = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=folder,
-            env={
-                **kept,
-                "PYTHONPATH": str(REPOSITORY),
-                "OMP_NUM_THREADS": "1",
-                "RAY_raylet_start_wait_time_s": "300",  # a busy machine needs more than Ray's 60
-                **environment,
-            },
+            env={**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
