@@ -72,7 +72,7 @@ class BlockLedger:
 def wave_peak(ledger: BlockLedger, wave: Wave, footprint: KVFootprint) -> int:
     """Peak cache bytes while ``wave`` runs. Advances the ledger past the wave."""
     kv, grad = footprint.kv_bytes_per_token, footprint.grad_bytes_per_token
-    tokens = [block.num_tokens for block in ledger.blocks]
+    tokens = [footprint.stored_tokens(block.num_tokens) for block in ledger.blocks]
     live = sum(tokens[b] * kv for b in ledger.live_kv) + sum(tokens[b] * grad for b in ledger.live_grads)
     peak = live
     for backward, order in ((False, wave.pass1), (True, wave.pass2)):

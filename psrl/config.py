@@ -19,9 +19,10 @@ class PSRLConfig:
     enable: bool = True
     """Share prefixes. False runs veRL's own Megatron path, unchanged."""
     max_tokens: int | None = None
-    """Token budget of a micro-batch in the update. None: the engine's ``max_token_len_per_gpu``."""
+    """Token budget of a micro-batch in the update, for each context-parallel rank. None: the engine's
+    ``max_token_len_per_gpu``."""
     infer_max_tokens: int | None = None
-    """Token budget of a micro-batch in forward-only phases. None: the engine's ``infer_max_token_len_per_gpu``."""
+    """The same in forward-only phases. None: the engine's ``infer_max_token_len_per_gpu``."""
     kv_cache_bytes: int | None = None
     """Most bytes of cached K/V and gradient accumulators on a rank. None: ``kv_cache_fraction`` of the device
     memory that is free when a mini-batch starts (no limit on CPU)."""

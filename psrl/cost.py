@@ -79,6 +79,12 @@ class KVFootprint:
     """Gradient accumulators of one token (fp32, or fp64 for an fp64 model)."""
     budget_bytes: int | None = None
     """Most bytes that the cache may hold at once. None: no limit."""
+    num_shards: int = 1
+    """Ranks over which every block is spread evenly (context parallelism)."""
+
+    def stored_tokens(self, num_tokens: int) -> int:
+        """Tokens for which this rank has room of a block of ``num_tokens``."""
+        return -(-num_tokens // self.num_shards)
 
     @classmethod
     def of_layers(
@@ -88,7 +94,8 @@ class KVFootprint:
         head_dim: int,
         itemsize: int,
         budget_bytes: int | None = None,
+        num_shards: int = 1,
     ) -> KVFootprint:
         """Footprint of ``num_layers`` layers and ``num_kv_heads`` heads of this rank, ``itemsize`` bytes a value."""
         values = 2 * num_layers * num_kv_heads * head_dim
-        return cls(values * itemsize, values * max(4, itemsize), budget_bytes)
+        return cls(values * itemsize, values * max(4, itemsize), budget_bytes, num_shards)

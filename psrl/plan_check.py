@@ -180,7 +180,7 @@ def _replay_cache(plan: ExecutionPlan, footprint: KVFootprint) -> int:
             _require(set(mb.own_blocks) <= grads, f"micro-batch {mb.index} taps before its descendants")
         else:
             kv |= set(mb.own_blocks)
-        tokens = [sum(plan.blocks[b].num_tokens for b in live) for live in (kv, grads)]
+        tokens = [sum(footprint.stored_tokens(plan.blocks[b].num_tokens) for b in live) for live in (kv, grads)]
         peak = max(peak, tokens[0] * footprint.kv_bytes_per_token + tokens[1] * footprint.grad_bytes_per_token)
         for block in mb.path_blocks:
             reads_left[block] -= 1

@@ -3,6 +3,9 @@
 A block is a span of spine tokens; nothing is padded and no shared prefix is stored twice. Storage goes through a
 tier (see ``storage.py``), which counts bytes exactly.
 
+Under context parallelism a rank stores an even shard of every block (see ``psrl/context.py``): ``write`` takes all
+tokens and keeps that shard; P and n, and the tokens of own gradients, then count the shards' rows.
+
 Shape legend: L local layers, T tokens of a micro-batch, P path tokens, n tokens of a block, K kv heads of this rank,
 H head dim (K and V may differ).
 """
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from psrl.blocks import BlockLedger
 from psrl.cache.storage import DeviceTier
+from psrl.context import shard_size
 from psrl.errors import PlanError
 from psrl.types import ExecutionPlan
 
@@ -27,6 +31,13 @@ class KVPair(NamedTuple):
     v: Tensor
 
 
+class BlockShard(NamedTuple):
+    """Which of ``size`` even shards of every block a cache stores."""
+
+    rank: int = 0
+    size: int = 1
+
+
 class KVCache:
     """K/V and gradient accumulators of one plan on one rank.
 
@@ -34,10 +45,18 @@ class KVCache:
     with its last layer, in whatever order layers come.
     """
 
-    def __init__(self, plan: ExecutionPlan, num_layers: int, tier: DeviceTier | None = None) -> None:
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        num_layers: int,
+        tier: DeviceTier | None = None,
+        shard: BlockShard = BlockShard(),  # noqa: B008  immutable
+    ) -> None:
         self.plan = plan
         self.num_layers = num_layers
         self.tier = tier or DeviceTier()
+        self._shard = shard
+        self._sizes = [shard_size(block.num_tokens, shard.size) for block in plan.blocks]
         self._ledger = BlockLedger(plan.blocks, plan.micro_batches)
         self._kv: dict[int, KVPair] = {}  # [L, n, K, H]
         self._grads: dict[int, KVPair] = {}  # [L, n, K, H]
@@ -47,20 +66,26 @@ class KVCache:
     def num_live_blocks(self) -> int:
         return len(self._kv) + len(self._grads)
 
+    def num_stored(self, blocks: tuple[int, ...]) -> int:
+        """Rows that this cache has for the blocks."""
+        return sum(self._sizes[block] for block in blocks)
+
     # ------------------------------------------------------------------------------------------------- forward
     def write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Copy the new K/V of a spine micro-batch into its blocks. Allocates them at the first layer."""
         own = self.plan.micro_batches[micro_batch].own_blocks
         if own and own[0] not in self._kv:
             for block in self._ledger.write(micro_batch):
-                shape = (self.num_layers, self.plan.blocks[block].num_tokens)
+                shape = (self.num_layers, self._sizes[block])
                 self._kv[block] = KVPair(*(self.tier.empty(shape + x.shape[1:], x.dtype, x.device)
                                            for x in (k_TKH, v_TKH)))  # fmt: skip
         start = 0
         for block in own:
             stop = start + self.plan.blocks[block].num_tokens
+            begin = min(start + self._shard.rank * self._sizes[block], stop)
+            num_kept = min(self._sizes[block], stop - begin)
             for stored, new in zip(self._kv[block], (k_TKH, v_TKH), strict=True):
-                stored[layer].copy_(new[start:stop])
+                stored[layer, :num_kept].copy_(new[begin : begin + num_kept])
             start = stop
 
     def read(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
@@ -82,7 +107,7 @@ class KVCache:
                 self._grads[block] = KVPair(*(self._zeros_like(x) for x in self._kv[block]))
         start = 0
         for block in self.plan.micro_batches[micro_batch].path_blocks:
-            stop = start + self.plan.blocks[block].num_tokens
+            stop = start + self._sizes[block]
             for total, new in zip(self._grads[block], (dk_PKH, dv_PKH), strict=True):
                 total[layer].add_(new[start:stop])
             start = stop

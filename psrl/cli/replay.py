@@ -66,7 +66,7 @@ Tolerance = Annotated[
 TP = Annotated[int, _option(_PARALLEL, "Tensor parallel size, with sequence parallelism.")]
 PP = Annotated[int, _option(_PARALLEL, "Pipeline stages.")]
 VPP = Annotated[int, _option(_PARALLEL, "Model chunks of each stage (interleaved schedule).")]
-CP = Annotated[int, _option(_PARALLEL, "Context parallel size; only 1 is supported.")]
+CP = Annotated[int, _option(_PARALLEL, "Ranks that split every micro-batch's tokens (context parallel).")]
 EP = Annotated[int, _option(_PARALLEL, "Ranks over which experts are spread, among those of the other sizes.")]
 DP = Annotated[int, _option(_PARALLEL, "Data parallel size: rows of a mini-batch are split.")]
 

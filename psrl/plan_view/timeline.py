@@ -66,7 +66,7 @@ def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint
         shape, footprint: those that the plan was made with; then ``peak_bytes`` is ``plan.stats.kv_bytes_peak``.
     """
     ledger = BlockLedger(plan.blocks, plan.micro_batches)
-    tokens = [block.num_tokens for block in plan.blocks]
+    tokens = [footprint.stored_tokens(block.num_tokens) for block in plan.blocks]
 
     def live() -> tuple[int, int]:
         kv = footprint.kv_bytes_per_token * sum(tokens[b] for b in ledger.live_kv)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from psrl.data.chat import MODES
-from psrl.errors import ConfigError, UnsupportedError
+from psrl.errors import ConfigError
 
 SHARING = ("on", "off", "both")
 DTYPES = ("float32", "float64", "bfloat16")
@@ -55,6 +55,7 @@ class Parallel:
     vpp: int = 1
     """Model chunks of each pipeline stage."""
     cp: int = 1
+    """Ranks that split every micro-batch's tokens."""
     ep: int = 1
     """Ranks over which experts are spread, among those of ``tp x cp x dp``."""
     dp: int = 1
@@ -86,7 +87,8 @@ class ReplayOptions:
     parallel: Parallel = field(default_factory=Parallel)
     sharing: str = "on"
     max_tokens: int = DEFAULT_MAX_TOKENS
-    """Most tokens of a micro-batch. Without sharing at least the longest sample, which veRL cannot split."""
+    """Most tokens of a micro-batch on each of ``cp`` ranks. Without sharing at least the longest sample, which veRL
+    cannot split."""
     dtype: str = "float32"
     attention: str = "auto"
     recompute: str = "none"
@@ -132,8 +134,6 @@ class ReplayOptions:
                 raise ConfigError(f"{_flag(name)} must be a finite number and not negative, got {value}")
         if self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"--temperature must be at least {MIN_TEMPERATURE:g}, got {self.temperature:g}")
-        if self.parallel.cp > 1:
-            raise UnsupportedError(f"--cp {self.parallel.cp}: context parallelism is not supported, set it to 1")
         if self.parallel.ep > 1 and self.model in TINY_MODELS and self.model != "tiny-qwen3-moe":
             raise ConfigError(f"--ep {self.parallel.ep}: {self.model} has no experts; use --model tiny-qwen3-moe")
         if not self.files:

@@ -51,7 +51,7 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
     """Build both workers of a side on the checkpoint, with equal weights.
 
     Args:
-        max_tokens: most tokens of a micro-batch.
+        max_tokens: most tokens of a micro-batch on a context-parallel rank.
     """
     config = PSRLConfig(
         enable=name == SHARED,

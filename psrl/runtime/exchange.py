@@ -1,7 +1,10 @@
 """Where a layer's K/V meet the cache: write in pass 1, read the path, accumulate and tap gradients in pass 2.
 
-Shape legend: T local tokens, padding at the end included, n of them without padding, P path tokens, K kv heads, H head
-dim.
+Under context parallelism a rank brings the K/V of its tokens and its shards of the path, and gets those of all ranks;
+in the backward it gets the sum over ranks of its tokens' and shards' gradients.
+
+Shape legend: T local tokens, padding at the end included, t of them on this rank, n of them without padding, P path
+tokens, s of them stored on this rank, K kv heads, H head dim.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psrl.cache import KVPair
+from psrl.cache import KVCache, KVPair
+from psrl.runtime.context import ContextPart
 from psrl.runtime.session import Execution
+from psrl.types import MicroBatch
 
 
 def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
@@ -23,8 +28,13 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
 
     Args:
         layer: index among the layers of this model chunk.
+        k_TKH, v_TKH: [t, K, H] under context parallelism. Then collective over the context-parallel group.
     """
     mb = execution.micro_batch.plan
+    if execution.micro_batch.context is not None:
+        if execution.backward:
+            return KVPair(*_ContextPathAndTap.apply(k_TKH, v_TKH, execution, layer))
+        return _gather_and_write(execution, execution.micro_batch.context, layer, KVPair(k_TKH, v_TKH))
     if not mb.path_blocks and not mb.own_blocks:
         return KVPair(k_TKH, v_TKH)
     if execution.backward:
@@ -62,6 +72,60 @@ class _PathAndTap(torch.autograd.Function):
             dk_TKH, dv_TKH = _add_leading(dk_TKH, tapped.k), _add_leading(dv_TKH, tapped.v)
         cache.end_layer(mb.index, backward=True)
         return dk_TKH, dv_TKH, None, None
+
+
+def _gather_and_write(execution: Execution, context: ContextPart, layer: int, local: KVPair) -> KVPair:
+    """Pass 1 under context parallelism."""
+    mb, cache = execution.micro_batch.plan, execution.cache
+    pair = KVPair(*(context.gather(x) for x in _behind_path(execution, layer, local)))
+    if mb.own_blocks:
+        cache.write(mb.index, layer, pair.k[mb.path_len :], pair.v[mb.path_len :])
+    if mb.own_blocks or mb.path_blocks:
+        cache.end_layer(mb.index, backward=False)
+    return pair
+
+
+class _ContextPathAndTap(torch.autograd.Function):
+    """As ``_PathAndTap``, with a gather over the context-parallel group and its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, k_tKH: Tensor, v_tKH: Tensor, execution: Execution, layer: int) -> tuple[Tensor, Tensor]:
+        context = execution.micro_batch.context
+        assert context is not None
+        ctx.execution, ctx.layer, ctx.context, ctx.num_tokens = execution, layer, context, len(k_tKH)
+        pair = _behind_path(execution, layer, KVPair(k_tKH, v_tKH))
+        return context.gather(pair.k), context.gather(pair.v)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        mb, cache, layer = ctx.execution.micro_batch.plan, ctx.execution.cache, ctx.layer
+        context: ContextPart = ctx.context
+        num_stored = cache.num_stored(mb.path_blocks)
+        partial = _with_tap(KVPair(*grad_outputs), mb, cache, layer, context)
+        dk_rKH, dv_rKH = (context.scatter_sum(grad, num_stored + ctx.num_tokens) for grad in partial)
+        if mb.path_blocks:
+            cache.add_grads(mb.index, layer, dk_rKH[:num_stored], dv_rKH[:num_stored])
+        if mb.path_blocks or mb.own_blocks:
+            cache.end_layer(mb.index, backward=True)
+        dk_tKH, dv_tKH = dk_rKH[num_stored:].to(grad_outputs[0].dtype), dv_rKH[num_stored:].to(grad_outputs[1].dtype)
+        return dk_tKH, dv_tKH, None, None
+
+
+def _behind_path(execution: Execution, layer: int, local: KVPair) -> KVPair:
+    """[s + t] K/V that this rank brings. A dummy micro-batch is not known to the cache."""
+    mb = execution.micro_batch.plan
+    return execution.cache.read(mb.index, layer, *local) if mb.path_blocks else local
+
+
+def _with_tap(grads: KVPair, mb: MicroBatch, cache: KVCache, layer: int, context: ContextPart) -> KVPair:
+    """[P + T] gradients from this rank's queries and its shards of the accumulators, in the accumulators' precision."""
+    wide = KVPair(*(x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) for x in grads))
+    if not mb.own_blocks:
+        return wide
+    tapped = cache.own_grads(mb.index, layer)
+    return KVPair(*(
+        x.index_add(0, context.tap_keys, tap[context.tap_rows]) for x, tap in zip(wide, tapped, strict=True)
+    ))  # fmt: skip
 
 
 def _add_leading(grad_TKH: Tensor, tapped_nKH: Tensor) -> Tensor:

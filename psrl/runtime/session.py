@@ -7,8 +7,10 @@ Attention and its recomputation find their micro-batch through the object that t
 A rank may hold several model chunks (virtual pipeline stages). Each has a cache of its own layers: a schedule runs the
 micro-batches of one chunk in order, but not those of two.
 
-Shape legend: U unique tokens of the plan, T tokens of a micro-batch, padding at the end included, R logit rows, E edges
-of a micro-batch.
+Under context parallelism this rank computes a part of every micro-batch's tokens, see ``context.py``.
+
+Shape legend: U unique tokens of the plan, T tokens of a micro-batch on this rank, padding included, R logit rows of
+this rank, E edges of a micro-batch, e those of this rank's rows (all without context parallelism).
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psrl.cache import KVCache
+from psrl.cache import BlockShard, KVCache
 from psrl.errors import PlanError
 from psrl.runtime.attention import AttentionLayout
+from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
 from psrl.runtime.routing import RouterLoads, RouterPass
 from psrl.types import ExecutionPlan, IntArray, MicroBatch
 
@@ -39,24 +42,29 @@ DUMMY = -1
 
 @dataclass(frozen=True)
 class BoundMicroBatch:
-    """A micro-batch of the plan with its tensors on the device, ready for a model forward.
+    """A micro-batch of the plan, or this rank's part of it, with its tensors on the device, ready for a model forward.
 
     Padding tokens come last: id 0 at position 0, each visible to itself only, so that nothing else depends on them.
     """
 
     plan: MicroBatch
+    num_tokens: int
+    """Of the whole micro-batch, padding included."""
     token_ids_T: Tensor
     position_ids_T: Tensor
     layout: AttentionLayout
+    """Of this rank's queries and the keys of the path and of the whole micro-batch."""
     rows_R: Tensor
     """Local rows that reach the output layer; one dummy row where no edge is live, so that backward runs."""
     row_temperature_R: Tensor | None
     """None where every temperature is 1."""
     edges_E: Tensor
-    edge_rows_E: Tensor
-    edge_labels_E: Tensor
+    edge_rows_e: Tensor
+    edge_labels_e: Tensor
     token_weights_T: Tensor | None
     """Samples that each token stands for, 0 for padding; None where the session does not count them."""
+    context: ContextPart | None = None
+    """None where this rank computes the whole micro-batch."""
 
     @property
     def is_dummy(self) -> bool:
@@ -105,17 +113,22 @@ class Session:
         attention_backend: str,
         token_multiple: int = 1,
         router: RouterSamples | None = None,
+        context: ContextRank | None = None,
     ) -> None:
         """
         Args:
             chunk_layers: number of attention layers of each model chunk of this rank.
-            token_multiple: micro-batches are padded to a multiple of it (sequence parallelism splits them evenly).
+            token_multiple: micro-batches are padded to a multiple of it (sequence and context parallelism split them
+                evenly).
             router: what routers with losses or statistics have to know of the samples.
+            context: ranks that share micro-batches; None: this one alone.
         """
         self.plan = plan
         self.device = device
         self.attention_backend = attention_backend
-        self.caches = tuple(KVCache(plan, num_layers) for num_layers in chunk_layers)
+        shard = BlockShard() if context is None else BlockShard(context.rank, context.size)
+        self.caches = tuple(KVCache(plan, num_layers, shard=shard) for num_layers in chunk_layers)
+        self._context = context
         self._token_multiple = token_multiple
         self._router = router
         self._bound: dict[int, BoundMicroBatch] = {}
@@ -162,30 +175,52 @@ class Session:
 
     def _bind(self, index: int) -> BoundMicroBatch:
         bound = self._bound.get(index)
-        if bound is None:
-            mb = _DUMMY_MICRO_BATCH if index == DUMMY else self.plan.micro_batches[index]
-            num_padding = max(1, -(-mb.num_tokens // self._token_multiple)) * self._token_multiple - mb.num_tokens
-            tokens = self._tensor(mb.tokens_T)
-            edges = self._tensor(mb.edges_E)
-            is_scaled = bool((mb.row_temperature_R != 1.0).any())
-            bound = self._bound[index] = BoundMicroBatch(
-                plan=mb,
-                token_ids_T=_padded(self._token_ids_U[tokens], num_padding),
-                position_ids_T=_padded(self._position_ids_U[tokens], num_padding),
-                layout=_padded_layout(mb, num_padding),
-                rows_R=self._tensor(mb.rows_R) if len(mb.rows_R) else tokens.new_zeros(1),
-                row_temperature_R=torch.from_numpy(mb.row_temperature_R).to(self.device) if is_scaled else None,
-                edges_E=edges,
-                edge_rows_E=self._tensor(mb.edge_rows_E),
-                edge_labels_E=self._label_E[edges],
-                token_weights_T=self._token_weights(mb, num_padding),
-            )
+        if bound is not None:
+            return bound
+        mb = _DUMMY_MICRO_BATCH if index == DUMMY else self.plan.micro_batches[index]
+        num_tokens = max(1, -(-mb.num_tokens // self._token_multiple)) * self._token_multiple
+        where = self._context
+        part = whole_part(mb, num_tokens) if where is None else local_part(self.plan, mb, num_tokens, where)
+        tokens = self._tensor(mb.tokens_T)
+        edges = self._tensor(mb.edges_E)
+        is_scaled = bool((part.row_temperature_R != 1.0).any())
+        context = None if where is None else self._context_part(mb, part, where)
+        bound = self._bound[index] = BoundMicroBatch(
+            plan=mb,
+            num_tokens=num_tokens,
+            token_ids_T=self._local(self._token_ids_U[tokens], part, num_tokens),
+            position_ids_T=self._local(self._position_ids_U[tokens], part, num_tokens),
+            layout=part.layout,
+            rows_R=self._tensor(part.rows_R) if len(part.rows_R) else tokens.new_zeros(1),
+            row_temperature_R=torch.from_numpy(part.row_temperature_R).to(self.device) if is_scaled else None,
+            edges_E=edges,
+            edge_rows_e=self._tensor(part.edge_rows_e),
+            edge_labels_e=self._label_E[edges] if context is None else self._label_E[edges[context.edges_e]],
+            token_weights_T=self._token_weights(mb, part, num_tokens),
+            context=context,
+        )
         return bound
 
-    def _token_weights(self, mb: MicroBatch, num_padding: int) -> Tensor | None:
+    def _context_part(self, mb: MicroBatch, part: LocalPart, where: ContextRank) -> ContextPart:
+        return ContextPart(
+            where=where,
+            sources_S=self._tensor(part.sources_S),
+            tap_rows=self._tensor(part.tap.rows),
+            tap_keys=self._tensor(part.tap.tokens + mb.path_len),
+            edges_e=self._tensor(part.edges_e),
+            num_edges=len(mb.edges_E),
+        )
+
+    def _token_weights(self, mb: MicroBatch, part: LocalPart, num_tokens: int) -> Tensor | None:
         if self._router is None:
             return None
-        return _padded(self._tensor(self._router.token_counts_U[mb.tokens_T]), num_padding)
+        return self._local(self._tensor(self._router.token_counts_U[mb.tokens_T]), part, num_tokens)
+
+    def _local(self, values: Tensor, part: LocalPart, num_tokens: int) -> Tensor:
+        """A value for each of this rank's tokens, 0 for padding, from those of the micro-batch's tokens."""
+        if len(values) < num_tokens:
+            values = torch.cat([values, values.new_zeros(num_tokens - len(values))])
+        return values if self._context is None else values[self._tensor(part.tokens_t)]
 
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -205,17 +240,6 @@ _DUMMY_MICRO_BATCH = MicroBatch(
     cost=0.0,
 )
 """All padding."""
-
-
-def _padded(values_T: Tensor, num_padding: int) -> Tensor:
-    return torch.cat([values_T, values_T.new_zeros(num_padding)]) if num_padding else values_T
-
-
-def _padded_layout(mb: MicroBatch, num_padding: int) -> AttentionLayout:
-    num_tokens = mb.num_tokens + num_padding
-    padding = np.arange(mb.num_tokens, num_tokens)
-    first_S, last_S = np.concatenate([mb.first_S, padding]), np.concatenate([mb.last_S, padding + 1])
-    return AttentionLayout.build(first_S, last_S, num_tokens)
 
 
 @contextlib.contextmanager

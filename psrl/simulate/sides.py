@@ -113,16 +113,13 @@ class Sides:
     def _planned(self, rows: IntArray, *, forward_only: bool) -> Batch:
         model, layout = self.model, self.layout
         layers = layout.layers_of_stages(model)
-        whole = KVFootprint.of_layers(
+        footprint = KVFootprint.of_layers(
             max(sum(layers[stage :: layout.pipeline]) for stage in range(layout.pipeline)),
             max(1, model.num_kv_heads // layout.tensor),
             model.head_dim,
             self.dtype_bytes,
-        )
-        footprint = KVFootprint(  # a rank of a context-parallel group holds its share of every block
-            -(-whole.kv_bytes_per_token // layout.context),
-            -(-whole.grad_bytes_per_token // layout.context),
             self.kv_cache_bytes,
+            layout.context,
         )
         samples = select_samples(self.trace.samples, np.sort(rows))
         plan = build_plan(

@@ -60,10 +60,18 @@ DENSE = {
     "pp-plain-overlap": (Layout(pp=2), "step", {**PLAIN, **OVERLAP}),
     "tp-pp-full-waves": (Layout(tp=2, pp=2), "wide", {"recompute": "full"}),
     "vpp-waves": (Layout(pp=2, vpp=2), "wide", {}),
+    "cp-dp-waves": (Layout(cp=2), "wide", {}),
+    "cp-dp-plain-overlap": (Layout(cp=2), "degenerate", {**PLAIN, **OVERLAP}),
+    "cp4-selective": (Layout(cp=4), "step", {"recompute": "selective"}),
+    "tp-cp": (Layout(tp=2, cp=2), "tree", {}),
+    "tp-cp-waves-full": (Layout(tp=2, cp=2), "wide", {"recompute": "full"}),
+    "pp-cp": (Layout(pp=2, cp=2), "step", {}),
+    "pp-cp-waves": (Layout(pp=2, cp=2), "wide", {}),
+    "vpp-cp": (Layout(pp=2, vpp=2, cp=2), "tree", {}),
 }
 
 
-DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-ep", "tp-pp-ep")
+DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-cp", "tp-ep", "tp-pp-ep")
 """Cases of the default suite; the others are slow."""
 
 
@@ -75,7 +83,11 @@ def cases(names):
 def test_dense(pool, checkpoint, name):
     layout, forest, engine = DENSE[name]
     kv_share = 0.8 if "waves" in name else None
-    results, _ = check(pool, layout, forest=forest, checkpoint=checkpoint(), engine=engine, kv_share=kv_share)
+    budgets = (max(1, 5 // layout.cp), 1000)  # of one rank
+    results, _ = check(
+        pool, layout, forest=forest, checkpoint=checkpoint(), engine=engine, kv_share=kv_share, budgets=budgets
+    )
+    assert results[0].reports[budgets[0]].kv_bytes_measured > 0
     for result in results:
         for report in result.reports.values():
             assert report.kv_bytes_measured == report.stats.kv_bytes_peak
@@ -86,8 +98,8 @@ def test_dense(pool, checkpoint, name):
 def test_per_token_loss(pool, checkpoint):
     """Gradients are summed over ranks and divided by token counts, whatever the micro-batches."""
     engine = {"override_transformer_config": {"calculate_per_token_loss": True}}
-    for layout, forest in ((Layout(), "tree"), (Layout(pp=2, vpp=2), "degenerate")):
-        dp = pool.size // layout.pp
+    for layout, forest in ((Layout(), "tree"), (Layout(pp=2, vpp=2), "degenerate"), (Layout(cp=2), "step")):
+        dp = pool.size // (layout.pp * layout.cp)
         job = Job(checkpoint(), split(ROWS[forest](), dp), budgets=(4,), engine=engine)
         want = reference(Job(checkpoint(), job.shares), f"per-token {forest} {len(job.rows)}")
         check_job(job, pool.run(run_job, job, layout), want, TOLERANCE["float64"])
@@ -98,6 +110,8 @@ MOE = {
     "tp-ep": (Layout(tp=2, ep=2), "tree", {}),
     "pp-ep": (Layout(pp=2, ep=2), "step", {"recompute": "full"}),
     "vpp-ep": (Layout(pp=2, vpp=2, ep=2), "tree", {}),
+    "cp-ep": (Layout(cp=2, ep=2), "step", {}),
+    "tp-cp-ep": (Layout(tp=2, cp=2, ep=2), "degenerate", {"recompute": "full"}),
 }
 
 
@@ -119,7 +133,12 @@ def test_a_rank_of_padding_takes_part(pool, checkpoint):
 
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.3}
 BIASED = {**BALANCED, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-LAYOUTS_OF_ONE_REPLICA = {"tp-pp-ep": Layout(tp=2, pp=2, ep=2, etp=1), "tp-pp": Layout(tp=2, pp=2)}
+LAYOUTS_OF_ONE_REPLICA = {
+    "tp-pp-ep": Layout(tp=2, pp=2, ep=2, etp=1),
+    "tp-pp": Layout(tp=2, pp=2),
+    "tp-cp-ep": Layout(tp=2, cp=2, ep=2),
+    "pp-cp-ep": Layout(pp=2, cp=2, ep=2),
+}
 
 
 @pytest.mark.parametrize("name", cases(LAYOUTS_OF_ONE_REPLICA))
@@ -144,7 +163,9 @@ def test_losses_and_statistics_of_routers(pool, checkpoint, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, vpp=2)], ids=["tp-pp", "vpp"])
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(tp=2, cp=2)], ids=["tp-pp", "vpp", "tp-cp"]
+)
 def test_float32(pool, checkpoint, layout, forest):
     """A small step: Adam's first ones are as long for a gradient of mere rounding errors as for any other."""
     check(pool, layout, forest=forest, dtype="float32", checkpoint=checkpoint(), budgets=(3, 1000), lr=1e-4)
@@ -160,17 +181,18 @@ def test_tied_embeddings_and_uneven_stages(pool, checkpoint, engine):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_critic(pool, checkpoint):
-    """The value head sees all rows on every rank, under sequence parallelism too."""
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, cp=2)], ids=["tp", "tp-cp"])
+def test_critic(pool, checkpoint, layout):
+    """The value head sees all rows of its context-parallel rank, under sequence parallelism too."""
     rows = FORESTS["tree"]()
     for index, row in enumerate(rows):
         num = sum(row.loss_mask)
         row.extra = {"values": [0.1 * index] * num, "returns": [0.3 - 0.2 * t for t in range(num)]}
     check(
         pool,
-        Layout(tp=2),
+        layout,
         forest="critic",
-        shares=split(rows, 2),
+        shares=split(rows, 2 // layout.cp),
         checkpoint=checkpoint(),
         model_type="value_model",
         loss=(value_loss_fn, {}),

@@ -24,6 +24,8 @@ def psrl(*args: object):
         pytest.param(("--model", "tiny-qwen3", "--pp", 2, "--vpp", 2), id="vpp", marks=pytest.mark.slow),
         pytest.param(("--dp", 2, "--tp", 2, "--sharing", "both"), id="dp-tp-both", marks=pytest.mark.slow),
         pytest.param(("--model", "tiny-qwen3-moe", "--dp", 2, "--ep", 2), id="dp-ep", marks=pytest.mark.slow),
+        pytest.param(("--model", "tiny-qwen3", "--cp", 2, "--dp", 2), id="cp-dp", marks=pytest.mark.slow),
+        pytest.param(("--model", "tiny-qwen3-moe", "--cp", 2, "--ep", 2), id="cp-ep", marks=pytest.mark.slow),
     ],
 )
 def test_dump_equals_one_process(tmp_path: Path, flags: tuple):
@@ -38,12 +40,20 @@ def test_dump_equals_one_process(tmp_path: Path, flags: tuple):
         assert max(relative_errors(many, one).values()) <= 1e-9
 
 
+@pytest.mark.slow
+def test_context_parallel_without_sharing_needs_transformer_engine(tmp_path: Path):
+    path = write(tmp_path / "samples.jsonl", tree_rows())
+    result = psrl(path, *TINY, "--cp", 2, "--sharing", "both")
+    assert result.exit_code == 2
+    assert "context_parallel_size=2 without prefix sharing needs TransformerEngine's attention" in result.output
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--tp", 0), "--tp must be at least 1, got 0"),
         (("--vpp", 2), "--vpp 2 needs --pp of at least 2"),
-        (("--cp", 2), "--cp 2: context parallelism is not supported, set it to 1"),
+        (("--cp", 0), "--cp must be at least 1, got 0"),
         (("--ep", 2), "--ep 2 must divide --tp x --cp x --dp, which is 1"),
         (("--ep", 2, "--dp", 2), "--ep 2: tiny-qwen2 has no experts; use --model tiny-qwen3-moe"),
     ],

@@ -100,7 +100,6 @@ def test_transformer_options(option: str, tf_config: dict):
 @pytest.mark.parametrize(
     ("option", "config"),
     [
-        ("context_parallel_size=2", engine(context_parallel_size=2)),
         ("use_remove_padding=False", engine(use_remove_padding=False)),
         ("use_fused_kernels=True", engine(use_fused_kernels=True)),
         ("dynamic_context_parallel=True", engine(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)),

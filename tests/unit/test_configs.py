@@ -83,7 +83,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=0",
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu must be at least 1, got 0",
         ),
-        (f"{A}.megatron.context_parallel_size=2", f"{A}.megatron.context_parallel_size=2 rules out prefix sharing"),
+        (f"{A}.megatron.dynamic_context_parallel=true", f"{A}.megatron.dynamic_context_parallel=True rules out"),
         (f"{A}.megatron.use_megatron_fsdp=true", f"{A}.megatron.use_megatron_fsdp=True rules out prefix sharing"),
         (f"{A}.megatron.qat.enable=true", f"{A}.megatron.qat.enable=True rules out prefix sharing"),
         (f"{A}.megatron.vanilla_mbridge=false", f"{A}.megatron.vanilla_mbridge must be true where trainer.device is"),

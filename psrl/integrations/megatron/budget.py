@@ -10,7 +10,7 @@ from megatron.core import parallel_state as mpu
 
 
 def agreed_budget(budget_bytes: int | None, num_layers: int, device: torch.device) -> int | None:
-    """This rank's share of the tightest budget: the least, over model-parallel ranks, of bytes per layer.
+    """This rank's share of the tightest budget: the least, over ranks that share a plan, of bytes per layer.
 
     Waves depend on whether the cache fits its budget, and all stages run the same waves. A stage's cache is
     proportional to its layers, so comparing bytes per layer gives every stage the same answer.
@@ -20,9 +20,11 @@ def agreed_budget(budget_bytes: int | None, num_layers: int, device: torch.devic
         num_layers: attention layers that this rank plans with, at least 1.
         device: of the collective's tensor.
     """
-    group: Any = mpu.get_model_parallel_group()
-    if budget_bytes is None or dist.get_world_size(group) == 1:
+    groups: list[Any] = [mpu.get_model_parallel_group(), mpu.get_context_parallel_group()]
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if budget_bytes is None or not groups:
         return budget_bytes
     least = torch.tensor(budget_bytes // num_layers, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    for group in groups:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return int(least) * num_layers

@@ -1,6 +1,7 @@
 """``core_attention`` of a layer spec: attention over ``[cached path | local tokens]``.
 
-Shape legend: T local tokens, N query heads, K kv heads (both of this tensor-parallel rank), H head dim.
+Shape legend: T local tokens of this rank, S keys of the path and of the whole micro-batch, N query heads, K kv heads
+(both of this tensor-parallel rank), H head dim.
 """
 
 from __future__ import annotations

@@ -147,6 +147,11 @@ class PackedCoreAttention(MegatronModule):
             raise UnsupportedError(
                 f"attention_dropout={config.attention_dropout} needs TransformerEngine's attention: set it to 0.0"
             )
+        if config.context_parallel_size > 1:
+            raise UnsupportedError(
+                f"context_parallel_size={config.context_parallel_size} without prefix sharing needs "
+                "TransformerEngine's attention: set it to 1, or psrl.enable=true"
+            )
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.backend = backend

@@ -24,9 +24,9 @@ class SharedPrefixParams(PackedSeqParams):
 
     @classmethod
     def of(cls, execution: Execution) -> SharedPrefixParams:
-        token_ids_T = execution.micro_batch.token_ids_T
-        num_tokens = len(token_ids_T)
-        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=token_ids_T.device)
+        num_tokens = execution.micro_batch.num_tokens
+        device = execution.micro_batch.token_ids_T.device
+        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

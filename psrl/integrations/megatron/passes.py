@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from psrl.integrations.megatron.lockstep import align_waves
 from psrl.integrations.megatron.packed import SharedPrefixParams
+from psrl.runtime.context import ContextRank
 from psrl.runtime.session import BoundMicroBatch, Execution, Session, forwarding
 
 OnOutput = Callable[[BoundMicroBatch, Tensor, bool], Tensor]
@@ -148,6 +149,24 @@ def _without_grad_sync(config: Any, chunks: Sequence[nn.Module]) -> Iterator[Non
 def vocab_shard_group() -> Any:
     """Tensor-parallel group over which the vocabulary is split, None for a single rank."""
     return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
+
+
+def context_rank() -> ContextRank | None:
+    """This rank among those that share its micro-batches' tokens, None where it is alone."""
+    size = mpu.get_context_parallel_world_size()
+    if size == 1:
+        return None
+    group: Any = mpu.get_context_parallel_group()
+    return ContextRank(group, mpu.get_context_parallel_rank(), size)
+
+
+def token_multiple(config: Any) -> int:
+    """What micro-batches are padded to a multiple of, so that ranks get equal shares.
+
+    Megatron's rotary embedding wants an even number of tokens on a context-parallel rank.
+    """
+    context = config.context_parallel_size
+    return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * (1 if context == 1 else 2 * context)
 
 
 def shared_plan_group() -> Any:

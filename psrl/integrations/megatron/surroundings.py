@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from torch import Tensor, nn
 
 from psrl.errors import UnsupportedError
+from psrl.runtime.context import ContextRank
 from psrl.runtime.session import active_micro_batch
 
 
@@ -35,7 +36,7 @@ class PositionedRotaryEmbedding(nn.Module):
         return self.inner.get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles [T, 1, 1, rotary dim] in float32."""
+        """Angles [T, 1, 1, rotary dim] in float32; under context parallelism as ``_as_picked`` puts them."""
         micro_batch = active_micro_batch()
         if micro_batch is None:
             return self.inner(max_seq_len, *args, **kwargs)
@@ -49,7 +50,26 @@ class PositionedRotaryEmbedding(nn.Module):
             angles = torch.stack((freqs, freqs), dim=-1).flatten(1)
         else:
             angles = torch.cat((freqs, freqs), dim=-1)
+        if micro_batch.context is not None:
+            angles = _as_picked(angles, micro_batch.context.where, micro_batch.num_tokens)
         return angles[:, None, None, :]
+
+
+def _as_picked(angles_TA: Tensor, where: ContextRank, num_tokens: int) -> Tensor:
+    """A table of the whole micro-batch from which Megatron picks ``angles`` for this context-parallel rank.
+
+    It takes two runs of half as many tokens as the rank has, one from the front, one from the back (rope_utils.py,
+    ``_get_thd_freqs_on_this_cp_rank``). psrl splits tokens otherwise, so the rows of others stay empty.
+
+    Args:
+        angles_TA: [T, rotary dim] of this rank's tokens, an even number.
+    """
+    half = len(angles_TA) // 2
+    table = angles_TA.new_zeros(num_tokens, angles_TA.shape[1])
+    table[where.rank * half : (where.rank + 1) * half] = angles_TA[:half]
+    end = num_tokens - where.rank * half
+    table[end - half : end] = angles_TA[half:]
+    return table
 
 
 def install_surroundings(model: nn.Module) -> None:

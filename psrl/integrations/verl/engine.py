@@ -24,7 +24,7 @@ from psrl.cost import KVFootprint
 from psrl.errors import ConfigError
 from psrl.integrations.megatron.budget import agreed_budget
 from psrl.integrations.megatron.core_attention import number_cache_layers, share_prefixes_in_spec
-from psrl.integrations.megatron.passes import vocab_shard_group
+from psrl.integrations.megatron.passes import context_rank, token_multiple, vocab_shard_group
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import model_shape
 from psrl.integrations.megatron.surroundings import install_surroundings
@@ -113,7 +113,7 @@ class PrefixSharingMixin(_Engine):
     def build_plan(self, data: TensorDict, samples: SampleBatch, *, forward_only: bool) -> ExecutionPlan:
         """Plan a mini-batch. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
 
-        Collective over the model-parallel ranks where the cache has a budget.
+        Collective over the ranks that share it where the cache has a budget.
         """
         config = self.tf_config
         shape = model_shape(config, 1 if self.is_value_model else self.model_config.hf_config.vocab_size)
@@ -124,6 +124,7 @@ class PrefixSharingMixin(_Engine):
             config.kv_channels,
             self.param_dtype.itemsize,
             agreed_budget(self._kv_budget(), num_layers, torch.device(get_device_id())),
+            mpu.get_context_parallel_world_size(),
         )
         plan = build_plan(
             samples,
@@ -147,14 +148,14 @@ class PrefixSharingMixin(_Engine):
         return bool(self.tf_config.num_moe_experts) and needs_loads(self.tf_config)
 
     def new_session(self, plan: ExecutionPlan, router: RouterSamples | None) -> Session:
-        config = self.tf_config
         return Session(
             plan,
             chunk_layers=self.chunk_layers,
             device=torch.device(get_device_id()),
             attention_backend=self.psrl_config.attention_backend,
-            token_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            token_multiple=token_multiple(self.tf_config),
             router=router,
+            context=context_rank(),
         )
 
     def _kv_budget(self) -> int | None:
@@ -166,28 +167,34 @@ class PrefixSharingMixin(_Engine):
         return int(torch.cuda.mem_get_info()[0] * self.psrl_config.kv_cache_fraction)
 
     def _max_tokens(self, data: TensorDict, forward_only: bool) -> int:
+        """Of a micro-batch; budgets are of one rank, as upstream's are."""
         name = "infer_max_tokens" if forward_only else "max_tokens"
         budget = getattr(self.psrl_config, name)
         if budget is None and tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
             budget = tu.get_non_tensor_data(data, key="max_token_len_per_gpu", default=None)
         if budget is None:
             raise ConfigError(f"psrl.{name} is needed: the engine gives no token budget (use_dynamic_bsz=false)")
-        return int(budget)
+        return int(budget) * mpu.get_context_parallel_world_size()
 
     def micro_batch_outputs(
         self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool
     ) -> dict[str, Tensor]:
-        """Per-edge outputs from the output layer's rows [1, R, columns]."""
+        """Outputs [E] of the micro-batch's edges from the output layer's rows [1, R, columns] of this rank."""
+        outputs = self._local_outputs(micro_batch, output, with_entropy)
+        context = micro_batch.context
+        return outputs if context is None else {kind: context.join_edges(x_e) for kind, x_e in outputs.items()}
+
+    def _local_outputs(self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool) -> dict[str, Tensor]:
         if self.is_value_model:
-            return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_E]}
+            return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_e]}
         rows_RV = output[0]
         group = vocab_shard_group()
         start = rows_RV.shape[-1] * mpu.get_tensor_model_parallel_rank() if group is not None else 0
         log_probs, entropy = edge_log_probs(
             rows_RV,
             micro_batch.row_temperature_R,
-            micro_batch.edge_rows_E,
-            micro_batch.edge_labels_E,
+            micro_batch.edge_rows_e,
+            micro_batch.edge_labels_e,
             shard=VocabShard(start, group),
             with_entropy=with_entropy,
         )

@@ -84,18 +84,9 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
 
 
 _ONE_SAMPLE = "a shared token has one hidden state for all its samples"
-_PARALLEL_SIZES = ("context_parallel_size",)
 
 
 def _engine(config: Any) -> Iterator[Refusal]:
-    for name in _PARALLEL_SIZES:
-        if (getattr(config, name) or 1) > 1:
-            yield Refusal(
-                name,
-                getattr(config, name),
-                "not built yet: self-sequence sharing bounds the memory of a sequence",
-                "set it to 1",
-            )
     if not config.use_remove_padding:
         yield Refusal("use_remove_padding", False, "a micro-batch is one packed sequence", "set it to True")
     if config.use_fused_kernels:
