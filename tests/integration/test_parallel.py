@@ -87,7 +87,7 @@ def test_dense(pool, checkpoint, name):
     results, _ = check(
         pool, layout, forest=forest, checkpoint=checkpoint(), engine=engine, kv_share=kv_share, budgets=budgets
     )
-    assert results[0].reports[budgets[0]].kv_bytes_measured > 0
+    assert any(result.reports[budgets[0]].kv_bytes_measured > 0 for result in results)
     for result in results:
         for report in result.reports.values():
             assert report.kv_bytes_measured == report.stats.kv_bytes_peak
