@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.errors import ConfigError
@@ -141,6 +141,7 @@ def test_membership_of_mini_batches_is_kept():
     assert placed.workload <= before.workload
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=6),
     num_ranks=st.sampled_from([1, 2, 4]),

@@ -74,13 +74,19 @@ def block_mask(layout: AttentionLayout, device: torch.device, query_block: int, 
     tiles = build_block_tiles(layout.first_S, layout.last_S, layout.num_queries, query_block, key_block)
     partial, full = _block_table(tiles.by_query, tiles.by_key.num_rows)
     first_S, last_S = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (layout.first_S, layout.last_S))
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         *(torch.from_numpy(x)[None, None].to(device) for x in partial),
         *(torch.from_numpy(x)[None, None].to(device) for x in full),
         BLOCK_SIZE=(query_block, key_block),
         mask_mod=_visible(first_S, last_S),
         seq_lengths=(layout.num_queries, layout.num_keys),
     )
+    # Sizes of an object's tensors are constants to the compiler until they change: say beforehand that they will.
+    tables = [x for x in mask.as_tuple(flatten=True) if isinstance(x, Tensor)]
+    for x in (*tables, first_S, last_S):
+        for dim in range(2 if x.dim() > 2 else 0, x.dim()):
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    return mask
 
 
 def _visible(first_S: Tensor, last_S: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
