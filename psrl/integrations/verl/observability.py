@@ -12,6 +12,8 @@ from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.workers.utils.padding import no_padding_2_padding
 
+from psrl.runtime.attention import resolve_backend
+
 PHASES = ("old_log_prob", "ref", "values", "update", "update_critic")
 
 
@@ -90,7 +92,7 @@ class EngineProbe:
         return {
             "sharing": "on" if config.enable else "off",
             "device": get_device_name(),
-            "attention": "sdpa (auto)" if backend == "auto" else backend,
+            "attention": f"{resolve_backend(backend, get_device_name())} (auto)" if backend == "auto" else backend,
             "dtype": str(self._engine.param_dtype).removeprefix("torch."),
             "max_tokens": str(config.max_tokens or self._engine.engine_config.max_token_len_per_gpu),
             "infer_max_tokens": str(config.infer_max_tokens or self._engine.engine_config.infer_max_token_len_per_gpu),
