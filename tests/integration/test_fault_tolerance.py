@@ -192,8 +192,8 @@ def test_a_worker_killed_in_the_update(assets, uninterrupted, tmp_path):
 
 def test_a_rollout_server_killed_in_the_rollout(assets, uninterrupted, tmp_path):
     job = start(assets, tmp_path / "run")
-    job.wait_for(lambda: len(job.steps()) == 1 and job.processes(r"HFServer\.generate"), "the rollout of step 2")
-    server = job.processes(r"HFServer\.generate")[0]
+    job.wait_for(job.steps, "the rollout of step 2, which follows the metrics of step 1")
+    server = job.processes("HFServer")[0]
     kill(job, server)
     line = error_line(job, seconds=60)
     assert re.search(rf"rollout server psrl_hf_server_[01] \(pid {server} on [\d.]+\) died: killed", line)
@@ -203,8 +203,8 @@ def test_a_rollout_server_killed_in_the_rollout(assets, uninterrupted, tmp_path)
 
 def test_an_agent_loop_killed_in_the_rollout_does_not_hang_the_job(assets, tmp_path):
     job = start(assets, tmp_path / "run")
-    job.wait_for(lambda: job.steps() and job.processes(r"HFServer\.generate"), "the rollout of step 2")
-    agent = job.processes("AgentLoopWorkerTQ")[0]
+    job.wait_for(job.steps, "the rollout of step 2")
+    agent = job.processes("AgentLoopWorker")[0]
     kill(job, agent)
     assert f"an agent loop worker (pid {agent} on " in error_line(job, seconds=60)
 
@@ -243,3 +243,32 @@ def test_a_half_written_checkpoint_is_left_out(assets, uninterrupted, tmp_path):
     assert finish(named) == 2
     assert f"psrl: error: trainer.resume_from_path: {reason}" in named.output()
     assert f"psrl: not resumed from: {reason}" in go_on(assets, job, uninterrupted)
+
+
+def test_a_worker_without_the_plugin_fails_at_once(tmp_path):
+    code = """
+import ray
+import verl
+from psrl.integrations.verl.trainer_workers import PSRLActorRolloutRefWorker as Worker
+ray.init(num_cpus=4, include_dashboard=False)
+unset = {"env_vars": {"VERL_USE_EXTERNAL_MODULES": ""}}
+worker = ray.remote(Worker).options(runtime_env=unset).remote(config=None, role="actor")
+ray.get(worker.__ray_ready__.remote(), timeout=100)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": "psrl.integrations.verl.plugin",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "VERL_USE_EXTERNAL_MODULES='' in process" in done.stderr
+    assert "veRL would run here without psrl's plug-in" in done.stderr
+    assert "GetTimeoutError" not in done.stderr

@@ -60,6 +60,7 @@ def test_which_ends_are_deaths(reason, message, cause):
         ("HFServer", "psrl_hf_server_0", "rollout server psrl_hf_server_0"),
         ("vLLMHttpServer", "vllm_server_3_0", "rollout server vllm_server_3_0"),
         ("AgentLoopWorkerTQ", "agent_loop_worker_0_1f", "an agent loop worker"),
+        ("psrl.x.PSRLAgentLoopWorker", "agent_loop_worker_0_1f", "an agent loop worker"),
         ("PSRLTaskRunner", "", "the trainer"),
         ("Other", "", "process Other"),
     ],

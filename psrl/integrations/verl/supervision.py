@@ -29,6 +29,7 @@ _ROLES = {
     "PSRLTaskRunner": "the trainer",
     "TaskRunnerV1": "the trainer",
     "AgentLoopWorkerTQ": "an agent loop worker",
+    "PSRLAgentLoopWorker": "an agent loop worker",
     "RewardLoopWorker": "a reward worker",
     "GlobalRequestLoadBalancer": "the rollouts' load balancer",
     "TransferQueueController": "TransferQueue's controller",
