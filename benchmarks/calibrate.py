@@ -33,8 +33,8 @@ from benchmarks.calibration_fit import Observed, fit_calls, fit_cycles, fit_opti
 from benchmarks.measured_links import measure_link  # noqa: E402
 from benchmarks.measured_ranks import Case, Job, Measurement, Times, measure  # noqa: E402
 from psrl.data import ReplaySample  # noqa: E402
+from psrl.model_sizes import ModelSizes  # noqa: E402
 from psrl.simulate.calibration import Calibration, Link  # noqa: E402
-from psrl.simulate.model import SimulatedModel  # noqa: E402
 from psrl.simulate.sides import SHARED, UNSHARED  # noqa: E402
 
 VOCABULARY = 512
@@ -51,8 +51,8 @@ class Sizes(NamedTuple):
         return max(2, self.hidden // 32)
 
     @property
-    def model(self) -> SimulatedModel:
-        return SimulatedModel(
+    def model(self) -> ModelSizes:
+        return ModelSizes(
             f"random-{self.hidden}x{self.layers}", self.layers, self.hidden, self.heads, self.heads // 2,
             self.hidden // self.heads, 4 * self.hidden, VOCABULARY,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def observe(sizes: Sizes, repeats: int, clock: str, dtype: str = "float32") -> l
 
 
 def observed_medians(
-    found: Sequence[Measurement], cases: Sequence[Case], model: SimulatedModel, clock: str, num_ranks: int = 1
+    found: Sequence[Measurement], cases: Sequence[Case], model: ModelSizes, clock: str, num_ranks: int = 1
 ) -> list[Observed]:
     """Medians over repeats of one rank's measurements, of the first ``len(cases)`` cases of its job."""
     keys = dict.fromkeys((m.case, m.phase) for m in found if m.case < len(cases))
@@ -153,7 +153,7 @@ def observed_medians(
     ]
 
 
-def _median(repeats: Sequence[Measurement], side: str, model: SimulatedModel, clock: str, num_ranks: int) -> Observed:
+def _median(repeats: Sequence[Measurement], side: str, model: ModelSizes, clock: str, num_ranks: int) -> Observed:
     """One phase of one case: every repeat ran the same micro-batches."""
 
     def seconds(times: Sequence[Times]) -> float:

@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.measured_ranks import Cycle
 from psrl.cost import ATTENTION_BACKWARD, GEMM_BACKWARD
+from psrl.model_sizes import ModelSizes
 from psrl.simulate.calibration import CallOverhead, Direction
-from psrl.simulate.model import SimulatedModel
 from psrl.simulate.sides import SHARED, UNSHARED
 from psrl.simulate.work import Amounts
 from psrl.types import FloatArray
@@ -28,7 +28,7 @@ class Observed:
 
     side: str
     phase: str
-    model: SimulatedModel
+    model: ModelSizes
     seconds: float
     optimizer: float
     """Part of ``seconds``."""
@@ -45,7 +45,7 @@ class Observed:
         return self.phase == "old_log_prob"
 
 
-def amounts_of_direction(model: SimulatedModel, amounts: Amounts, *, backward: bool, with_entropy: bool) -> FloatArray:
+def amounts_of_direction(model: ModelSizes, amounts: Amounts, *, backward: bool, with_entropy: bool) -> FloatArray:
     """[K] what each field of ``Direction`` is multiplied with, for a whole model on one rank."""
     gemm, attention = (GEMM_BACKWARD, ATTENTION_BACKWARD) if backward else (1.0, 1.0)
     shape = model.shape

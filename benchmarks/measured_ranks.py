@@ -299,16 +299,12 @@ def main(folder: Path) -> None:
     import torch
 
     from psrl.integrations.verl import platform
+    from psrl.integrations.verl.worker import init_local_rank
 
     platform.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=torch.distributed.FileStore(str(folder / "store"), world),  # pyright: ignore[reportPrivateImportUsage]
-        rank=rank,
-        world_size=world,
-    )
+    init_local_rank(rank, world, str(folder / "store"))
     job: Job = pickle.loads((folder / "job.pkl").read_bytes())
     found = _Rank(job).run()
     torch.distributed.barrier()

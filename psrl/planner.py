@@ -39,6 +39,7 @@ def build_plan(
     footprint: KVFootprint,
     forward_only: bool = False,
     cost: CostFunction | None = None,
+    tree: PrefixTree | None = None,
 ) -> ExecutionPlan:
     """Plan one mini-batch of one rank.
 
@@ -48,6 +49,7 @@ def build_plan(
         footprint: cache bytes per token, and the budget.
         forward_only: plan a single pass (old log-prob, reference) instead of the two passes of an update.
         cost: forward cost of a micro-batch; default: FLOPs of ``shape``.
+        tree: of the batch, where several plans are made of it; None: built here.
 
     Raises:
         ConfigError: ``max_tokens`` below 1.
@@ -56,7 +58,7 @@ def build_plan(
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
-    tree = build_tree(batch)
+    tree = tree or build_tree(batch)
     edges = collect_edges(batch, tree)
     num_rows_U = _rows_per_token(edges, tree.num_tokens)
     cost_U = token_costs(tree, num_rows_U, cost or shape.cost)

@@ -15,6 +15,7 @@ from psrl.analyze.radix import RadixTree, TreeShape
 from psrl.analyze.shapes import ShapedModel
 from psrl.cost import ModelShape, Work
 from psrl.planner import build_plan
+from psrl.tree import build_tree
 from psrl.types import IntArray
 
 NEAR_BEST = 0.02
@@ -92,8 +93,9 @@ def add_mini_batch(figures: Sequence[BudgetFigures], tree: RadixTree, shape: Tre
     batch = plan_batch(tree, shape)
     every = total_work(tree)
     lengths = np.asarray(tree.samples.length, dtype=np.int64)
+    planned = build_tree(batch)
     for row in figures:
-        plan = build_plan(batch, max_tokens=row.max_tokens, shape=model.shape, footprint=model.footprint)
+        plan = build_plan(batch, max_tokens=row.max_tokens, shape=model.shape, footprint=model.footprint, tree=planned)
         packing = tree_packing(shape, lengths, row.max_tokens)
         spine = spine_tokens(shape, row.max_tokens)
         row.spine_tokens += spine

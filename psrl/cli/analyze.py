@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from psrl.analyze.options import DEFAULT_BUDGETS, DEFAULT_SHAPE, AnalyzeOptions
-from psrl.analyze.shapes import DTYPE_BYTES, NAMED_SHAPES
+from psrl.analyze.shapes import DTYPE_BYTES
+from psrl.model_sizes import NAMED_MODELS
 
 
 def _option(panel: str, text: str, choices: tuple[str, ...] = (), **kwargs: Any) -> Any:
@@ -25,7 +26,7 @@ Files = Annotated[
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
 Shape = Annotated[
-    str, _option(_MODEL, f"Model to predict for: {', '.join(NAMED_SHAPES)}, a config.json or a folder with one.")
+    str, _option(_MODEL, f"Model to predict for: {', '.join(NAMED_MODELS)}, a config.json or a folder with one.")
 ]
 DType = Annotated[str, _option(_MODEL, "Of parameters and K/V.", tuple(DTYPE_BYTES))]
 MaxTokens = Annotated[

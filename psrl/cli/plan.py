@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from psrl.analyze.options import DEFAULT_SHAPE
-from psrl.analyze.shapes import DTYPE_BYTES, NAMED_SHAPES
+from psrl.analyze.shapes import DTYPE_BYTES
+from psrl.model_sizes import NAMED_MODELS
 from psrl.plan_view.options import PlanOptions
 
 
@@ -23,7 +24,7 @@ Files = Annotated[
     list[Path],
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
-Shape = Annotated[str, _option(_PLAN, f"Model: {', '.join(NAMED_SHAPES)}, a config.json or a folder with one.")]
+Shape = Annotated[str, _option(_PLAN, f"Model: {', '.join(NAMED_MODELS)}, a config.json or a folder with one.")]
 DType = Annotated[str, _option(_PLAN, "Of parameters and K/V.", tuple(DTYPE_BYTES))]
 MaxTokens = Annotated[int, _option(_PLAN, "Most tokens of a micro-batch.")]
 KVCacheBytes = Annotated[

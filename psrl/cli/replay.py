@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from psrl.config import ATTENTION_BACKENDS
 from psrl.replay.options import (
-    ATTENTION,
     DEFAULT_MAX_TOKENS,
     DTYPES,
     LOSS_AGG_MODES,
@@ -54,7 +54,7 @@ MaxTokens = Annotated[int, _option(_RUN, "Most tokens of a micro-batch.")]
 MiniBatch = Annotated[int | None, _option(_RUN, "Samples of a mini-batch; all of them if not given.")]
 Steps = Annotated[int, _option(_RUN, "Update steps over all samples.")]
 Repeat = Annotated[int, _option(_RUN, "Times to run each phase, sides in turn; seconds are medians.")]
-Attention = Annotated[str, _option(_RUN, "Attention backend.", ATTENTION)]
+Attention = Annotated[str, _option(_RUN, "Attention backend.", ATTENTION_BACKENDS)]
 Recompute = Annotated[str, _option(_RUN, "Activation recompute.", RECOMPUTE)]
 KVCacheBytes = Annotated[int | None, _option(_RUN, "Most bytes of cached K/V and their gradients; no limit on a CPU.")]
 Seed = Annotated[int, _option(_RUN, "Seed of the random model and of the workers.")]

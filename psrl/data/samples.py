@@ -5,6 +5,7 @@ Shape legend: N tokens of the sample, M targets.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,19 @@ class ReplaySample:
     @property
     def has_default_positions(self) -> bool:
         return bool((self.position_ids_N == np.arange(self.num_tokens)).all())
+
+
+def padding_of(sample: ReplaySample) -> ReplaySample:
+    """A row that is computed and counts for nothing, where every rank needs equally many: two tokens, no target."""
+    none = np.empty(0)
+    return dataclasses.replace(
+        sample,
+        input_ids_N=np.repeat(sample.input_ids_N[:1], 2),
+        loss_mask_N=np.zeros(2, dtype=bool),
+        position_ids_N=np.arange(2),
+        advantages_M=none,
+        old_log_probs_M=None if sample.old_log_probs_M is None else none,
+    )
 
 
 def parse_sample(row: Row) -> ReplaySample:

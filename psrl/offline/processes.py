@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psrl.errors import ConfigError, RankError
 from psrl.integrations.verl import platform
 from psrl.integrations.verl.rank_watch import RankWatch
-from psrl.integrations.verl.worker import init_single_process
+from psrl.integrations.verl.worker import group_backend, init_single_process
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,8 +56,8 @@ def joined(timeout: float) -> Iterator[Processes]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = _meet(max(timeout, _MEETING))
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.PrefixStore("psrl", store),
+        backend=group_backend(),
+        store=PrefixStore("psrl", store),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
@@ -68,7 +69,7 @@ def joined(timeout: float) -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def _meet(timeout: float) -> tuple[dist.Store, int, int]:
+def _meet(timeout: float) -> tuple[Store, int, int]:
     """The store of all ranks, this rank, and how many there are."""
     try:
         return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))

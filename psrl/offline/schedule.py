@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psrl.data import ReplaySample
-from psrl.integrations.verl.orchestrator import Cells, RowKey, place_rows
-from psrl.integrations.verl.segments import segments_from_tokens
+from psrl.data import ReplaySample, padding_of
+from psrl.placement.cells import Cells, RowKey
+from psrl.placement.orchestrator import place_rows
+from psrl.placement.segments import segments_from_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def batches(
 
 def _place(step: int, epoch: int, rows: Sequence[ReplaySample], num_ranks: int) -> StepRows:
     """Sessions stay on one rank where the equal number of rows allows it."""
-    padded = [*rows, *(_padding(rows[0]) for _ in range(-len(rows) % num_ranks))]
+    padded = [*rows, *(padding_of(rows[0]) for _ in range(-len(rows) % num_ranks))]
     keys = [RowKey(s.uid or s.session or s.where, s.session or s.where, s.index) for s in padded]
     is_padding_S = np.arange(len(padded)) >= len(rows)
     cells = Cells.of(len(padded), num_ranks, len(padded))
@@ -111,18 +112,3 @@ def _place(step: int, epoch: int, rows: Sequence[ReplaySample], num_ranks: int) 
     grid = cells.split(placed.order_S)[:, 0]
     ranks = tuple(tuple(padded[row] for row in rank) for rank in grid.tolist())
     return StepRows(step, epoch, ranks, len(rows), placed.imbalance)
-
-
-def _padding(sample: ReplaySample) -> ReplaySample:
-    """A row of one token that trains nothing, so that every rank has equally many."""
-    return ReplaySample(
-        where=sample.where,
-        input_ids_N=sample.input_ids_N[:1],
-        loss_mask_N=np.zeros(1, dtype=np.bool_),
-        position_ids_N=sample.position_ids_N[:1],
-        advantages_M=np.zeros(0),
-        old_log_probs_M=np.zeros(0),
-        uid=sample.uid,
-        session=sample.session,
-        index=sample.index,
-    )

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from psrl.config import ATTENTION_BACKENDS
 from psrl.data.chat import MODES
 from psrl.errors import ConfigError
 
 SHARING = ("on", "off", "both")
 DTYPES = ("float32", "float64", "bfloat16")
-ATTENTION = ("auto", "reference", "sdpa")
 RECOMPUTE = ("none", "selective", "full")
 TINY_MODELS = ("tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe")
 TINY_EXPERTS = 4
@@ -116,7 +116,7 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ("sharing", SHARING), ("dtype", DTYPES), ("attention", ATTENTION), ("recompute", RECOMPUTE),
+            ("sharing", SHARING), ("dtype", DTYPES), ("attention", ATTENTION_BACKENDS), ("recompute", RECOMPUTE),
             ("loss", LOSSES), ("mode", MODES),
         ):  # fmt: skip
             _one_of(_flag(name), getattr(self, name), choices)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from psrl.data import ReplaySample
+from psrl.data import ReplaySample, padding_of
 from psrl.types import IntArray
 
 
@@ -46,18 +46,5 @@ def share_of(
                 chosen.append(samples[row])
                 targets.append(np.arange(cu_targets[row], cu_targets[row + 1]))
             else:
-                chosen.append(_padding(samples[start]))
+                chosen.append(padding_of(samples[start]))
     return Share(tuple(chosen), np.concatenate(targets), per_rank * size)
-
-
-def _padding(sample: ReplaySample) -> ReplaySample:
-    """A row that is computed and counts for nothing: two tokens, no target."""
-    none = np.empty(0)
-    return dataclasses.replace(
-        sample,
-        input_ids_N=np.repeat(sample.input_ids_N[:1], 2),
-        loss_mask_N=np.zeros(2, dtype=bool),
-        position_ids_N=np.arange(2),
-        advantages_M=none,
-        old_log_probs_M=None if sample.old_log_probs_M is None else none,
-    )

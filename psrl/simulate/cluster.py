@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from psrl.errors import ConfigError
+from psrl.model_sizes import ModelSizes
 from psrl.simulate.calibration import Calibration, Link
-from psrl.simulate.model import SimulatedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ClusterLayout:
         """Data-parallel ranks whose micro-batches exchange tokens, so that they run in step."""
         return max(1, self.expert // math.gcd(self.expert, self.context))
 
-    def check_model(self, model: SimulatedModel) -> None:
+    def check_model(self, model: ModelSizes) -> None:
         """
         Raises:
             ConfigError: the model does not divide into this layout.
@@ -75,7 +75,7 @@ class ClusterLayout:
         if model.num_heads % self.tensor:
             raise ConfigError(f"tensor {self.tensor} must divide the {model.num_heads} heads of {model.name}")
 
-    def layers_of_stages(self, model: SimulatedModel) -> list[int]:
+    def layers_of_stages(self, model: ModelSizes) -> list[int]:
         """Layers of every virtual stage, in the order of the model."""
         num_stages = self.pipeline * self.chunks
         return [len(part) for part in np.array_split(np.arange(model.num_layers), num_stages)]

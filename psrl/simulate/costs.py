@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from psrl.cost import ATTENTION_BACKWARD, GEMM_BACKWARD
+from psrl.model_sizes import ModelSizes
 from psrl.simulate.calibration import Calibration, CallOverhead, Direction
 from psrl.simulate.cluster import (
     ClusterLayout,
@@ -19,7 +20,6 @@ from psrl.simulate.cluster import (
     gather_seconds,
     send_seconds,
 )
-from psrl.simulate.model import SimulatedModel
 from psrl.simulate.schedule import Pass
 from psrl.simulate.work import Amounts, PassAmounts
 from psrl.types import FloatArray
@@ -50,7 +50,7 @@ class StageCosts:
 class CostModel:
     """Calibrated seconds for one model on one layout."""
 
-    model: SimulatedModel
+    model: ModelSizes
     layout: ClusterLayout
     calibration: Calibration
     recompute: str = "none"

@@ -8,10 +8,10 @@ from typing import Any
 
 from psrl.data import load_samples, load_tokenizer
 from psrl.errors import ConfigError, InputError
+from psrl.model_sizes import load_model
 from psrl.simulate.calibration import Calibration, load_calibration
 from psrl.simulate.costs import CostModel
 from psrl.simulate.memory import MemoryUse, peak_memory
-from psrl.simulate.model import load_model
 from psrl.simulate.options import SimulateOptions
 from psrl.simulate.phases import PhaseResult, simulate_phases
 from psrl.simulate.report import make_record, print_record

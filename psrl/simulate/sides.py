@@ -12,11 +12,12 @@ import numpy as np
 
 from psrl.cost import KVFootprint
 from psrl.grouping import select_samples
-from psrl.integrations.verl.orchestrator import Cells, RowPlacement, evaluate, place_rows
-from psrl.integrations.verl.segments import Segments, segments_from_tokens
+from psrl.model_sizes import ModelSizes
+from psrl.placement.cells import Cells
+from psrl.placement.orchestrator import RowPlacement, evaluate, place_rows
+from psrl.placement.segments import Segments, segments_from_tokens
 from psrl.planner import build_plan
 from psrl.simulate.cluster import ClusterLayout
-from psrl.simulate.model import SimulatedModel
 from psrl.simulate.partition import upstream_micro_batches, upstream_order
 from psrl.simulate.trace import SimulatedTrace
 from psrl.simulate.work import PassAmounts, shared_passes, unshared_pass
@@ -62,7 +63,7 @@ class Sides:
     """
 
     trace: SimulatedTrace
-    model: SimulatedModel
+    model: ModelSizes
     layout: ClusterLayout
     dtype_bytes: int
     num_mini_batches: int

@@ -12,7 +12,7 @@ import numpy as np
 
 from psrl.data import ReplaySample
 from psrl.errors import ConfigError
-from psrl.integrations.verl.orchestrator import RowKey
+from psrl.placement.cells import RowKey
 from psrl.types import BoolArray, IntArray, SampleBatch
 
 PADDING_TOKENS = 128

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from transfer_queue import KVBatchMeta
 
-from psrl.integrations.verl.cells import Cells, RowKey
-from psrl.integrations.verl.orchestrator import evaluate, place_rows
-from psrl.integrations.verl.segments import segments_from_tokens
+from psrl.placement.cells import Cells, RowKey
+from psrl.placement.orchestrator import evaluate, place_rows
+from psrl.placement.segments import segments_from_tokens
 from tests.helpers import Row, make_checkpoint
 from tests.helpers.forests import step_rows
 from tests.helpers.parallel import Job, Layout, check_job, reference, run_job

@@ -11,10 +11,10 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from psrl.data.load import load_samples
 from psrl.data.tokenizer import load_tokenizer
-from psrl.integrations.verl.cells import Cells, RowKey
-from psrl.integrations.verl.fingerprints import fingerprint_tags, segments_from_fingerprints
-from psrl.integrations.verl.orchestrator import evaluate, place_rows
-from psrl.integrations.verl.segments import segments_from_lengths, segments_from_tokens
+from psrl.placement.cells import Cells, RowKey
+from psrl.placement.fingerprints import fingerprint_tags, segments_from_fingerprints
+from psrl.placement.orchestrator import evaluate, place_rows
+from psrl.placement.segments import segments_from_lengths, segments_from_tokens
 
 TRACES = (
     "textworld_tree_scripted",

@@ -1,44 +1,14 @@
 """The whole job: two Megatron workers under Ray, the hf rollout and text games, on a CPU."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from psrl.models.tiny_chat import make_tiny_chat
+from tests.helpers import jobs
 
 pytest.importorskip("textworld")
 pytestmark = pytest.mark.slow
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_SECONDS = 900
-
-
-def launch(arguments: list[str], folder: Path, **environment: str) -> str:
-    """Output of a command in its own process group, which is ended with it."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM")}
-    with (folder / "job.log").open("w+") as log:
-        job = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            cwd=folder,
-            env={**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = job.wait(timeout=MAX_SECONDS)
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-        log.seek(0)
-        output = log.read()
-    assert code == 0, output[-8000:]
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +16,14 @@ def assets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("job")
     make_tiny_chat(folder / "model", hidden=32)
     data = ["psrl.agents.dataset", "textworld", "--out", str(folder / "data"), "--train", "4", "--val", "1"]
-    launch(data, folder)
+    jobs.launch(data, folder)
     return folder
 
 
 def train(assets: Path, folder: Path, *overrides: str) -> tuple[list[dict[str, float]], str]:
-    """Metrics of every step, and what the job printed."""
-    folder.mkdir(exist_ok=True)
-    metrics = folder / "metrics.jsonl"
-    output = launch(
-        [
-            "psrl.cli.main", "train", "--config-name", "cpu_quickstart", f"job_dir={assets}",
-            "trainer.logger=[console,file]", "trainer.total_training_steps=2",
-            f"trainer.default_local_dir={folder}/checkpoints", *overrides,
-        ],
-        folder,
-        VERL_FILE_LOGGER_PATH=str(metrics),
-    )  # fmt: skip
-    return [json.loads(line)["data"] for line in metrics.read_text().splitlines()], output
+    """Metrics of every step of two, and what the job printed."""
+    steps = jobs.train(assets, folder, "trainer.total_training_steps=2", *overrides)
+    return steps, (folder / "job.log").read_text()
 
 
 def test_two_steps(assets, tmp_path):

@@ -204,8 +204,13 @@ def test_shape_from_a_config(tmp_path: Path):
     path.write_text(json.dumps(values))
     wanted = ModelShape(2, 64, 4, 4, 16, 128, 512)
     assert load_shape(str(tmp_path)).shape == load_shape(str(path)).shape == wanted
-    path.write_text(json.dumps(values | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}))
-    assert load_shape(str(path)).shape.ffn_size == 64
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for count_key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        path.write_text(json.dumps(values | experts | {count_key: 4}))
+        assert load_shape(str(path)).shape.ffn_size == 64
+    path.write_text(json.dumps(values | experts))
+    with pytest.raises(InputError, match="num_experts must be a positive integer, got None"):
+        load_shape(str(path))
     path.write_text(json.dumps(values | {"vocab_size": "many"}))
     with pytest.raises(InputError, match="vocab_size must be a positive integer, got 'many'"):
         load_shape(str(path))

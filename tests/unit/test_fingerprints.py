@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psrl.errors import ConfigError
-from psrl.integrations.verl.fingerprints import TAG, fingerprint_tags, segments_from_fingerprints
-from psrl.integrations.verl.segments import segments_from_tokens
+from psrl.placement.fingerprints import TAG, fingerprint_tags, segments_from_fingerprints
+from psrl.placement.segments import segments_from_tokens
 
 
 def rows_of(*rows):

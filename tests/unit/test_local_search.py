@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.integrations.verl.cells import Cells, RowKey
-from psrl.integrations.verl.local_search import Grid, LocalSearch
-from psrl.integrations.verl.orchestrator import evaluate, place_rows
-from psrl.integrations.verl.prefix_order import PrefixOrder
-from psrl.integrations.verl.schedule import by_work, schedule
-from psrl.integrations.verl.segments import segments_from_tokens
-from psrl.integrations.verl.starts import cheapest_cuts
+from psrl.placement.cells import Cells, RowKey
+from psrl.placement.local_search import Grid, LocalSearch
+from psrl.placement.orchestrator import evaluate, place_rows
+from psrl.placement.prefix_order import PrefixOrder
+from psrl.placement.schedule import by_work, schedule
+from psrl.placement.segments import segments_from_tokens
+from psrl.placement.starts import cheapest_cuts
 
 rows_strategy = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=10), min_size=1, max_size=12)
 

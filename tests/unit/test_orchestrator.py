@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psrl.errors import ConfigError
-from psrl.integrations.verl.orchestrator import Cells, RowKey, evaluate, place_rows, upstream_mini_batches
-from psrl.integrations.verl.segments import Segments, segments_from_lengths, segments_from_tokens
+from psrl.placement.orchestrator import Cells, RowKey, evaluate, place_rows, upstream_mini_batches
+from psrl.placement.segments import Segments, segments_from_lengths, segments_from_tokens
 
 
 def steps(uid: str, session: str, num_steps: int, prompt: int = 4, turn: int = 3) -> list[tuple[RowKey, list[int]]]:

@@ -10,12 +10,12 @@ import pytest
 
 from psrl.data import ReplaySample
 from psrl.errors import ConfigError, InputError
+from psrl.model_sizes import NAMED_MODELS, ModelSizes, load_model
 from psrl.planner import build_plan
 from psrl.simulate.calibration import Calibration, CallOverhead, Direction, Link, load_calibration, presets
 from psrl.simulate.cluster import ClusterLayout, all_reduce_seconds, gather_seconds
 from psrl.simulate.costs import CostModel, StageCosts, expert_groups
 from psrl.simulate.job import Simulation, simulate
-from psrl.simulate.model import NAMED_MODELS, SimulatedModel, load_model
 from psrl.simulate.partition import balanced_partition, upstream_micro_batches, upstream_order
 from psrl.simulate.schedule import Op, Pass, Pipeline, run_pipelines, stage_order
 from psrl.simulate.sides import Sides
@@ -25,7 +25,7 @@ from psrl.simulate.work import Amounts, PassAmounts, shared_passes
 NOTHING = Direction(0, 0, 0, 0, 0, 0, 0)
 FREE = CallOverhead(0, 0, 0, 0)
 LINK = Link(latency=0.25, bandwidth=100.0, collective_latency=0.5, collective_bandwidth=10.0)
-MODEL = SimulatedModel("four-layers", 4, 8, 2, 1, 4, 16, 10)
+MODEL = ModelSizes("four-layers", 4, 8, 2, 1, 4, 16, 10)
 
 
 def calibration(**fields) -> Calibration:
@@ -181,9 +181,11 @@ def test_ranks_that_exchange_tokens_run_in_step():
 def test_parameters_of_named_models():
     billions = {name: round(model.num_parameters / 1e9, 1) for name, model in NAMED_MODELS.items()}
     assert billions == {
-        "qwen2.5-0.5b": 0.5, "qwen2.5-7b": 7.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
+        "smollm2-135m": 0.1, "qwen2.5-0.5b": 0.5, "qwen2.5-1.5b": 1.5, "qwen2.5-3b": 3.1, "qwen2.5-7b": 7.6,
+        "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2,
+        "qwen3-14b": 14.8, "qwen3-32b": 32.8, "llama3-8b": 8.0, "llama3-70b": 70.6, "qwen3-30b-a3b": 30.5,
         "qwen3-235b-a22b": 235.0,
-    }  # fmt: skip
+    }  # fmt: skip  # the published counts
 
 
 def test_parameters_of_a_rank():

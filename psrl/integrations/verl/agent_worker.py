@@ -15,8 +15,8 @@ import transfer_queue as tq
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from psrl.integrations.verl.fingerprints import fingerprint_tags
 from psrl.integrations.verl.train_config import job_settings
+from psrl.placement.fingerprints import fingerprint_tags
 
 _Worker: Any = AgentLoopWorkerTQ
 _UpstreamWorker: type[Any] = _Worker.__ray_actor_class__

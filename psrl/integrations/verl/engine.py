@@ -35,6 +35,7 @@ from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
 from psrl.runtime.outputs import VocabShard, edge_log_probs
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
+from psrl.tree import PrefixTree
 from psrl.types import ExecutionPlan, SampleBatch
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ class PrefixSharingMixin(_Engine):
             sp_size=self.engine_config.context_parallel_size,
         )
 
-    def build_plan(self, data: TensorDict, samples: SampleBatch, *, forward_only: bool) -> ExecutionPlan:
+    def build_plan(
+        self, data: TensorDict, samples: SampleBatch, tree: PrefixTree, *, forward_only: bool
+    ) -> ExecutionPlan:
         """Plan a mini-batch. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
 
         Collective over the ranks that share it where the cache has a budget.
@@ -132,6 +135,7 @@ class PrefixSharingMixin(_Engine):
             shape=shape,
             footprint=footprint,
             forward_only=forward_only,
+            tree=tree,
         )
         if not any(self.chunk_layers):
             plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0))

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.verl.support import _engine as engine_refusals
-from psrl.integrations.verl.support import check_model
+from psrl.integrations.verl.support import check_model, engine_refusals
 
 Get = Callable[[str], Any]
 """Value of a job's key, None where there is none."""

@@ -23,7 +23,7 @@ from psrl.integrations.verl.loss_scope import log_extra_forward, resolve_loss_sc
 from psrl.runtime.loss import LossLedger
 from psrl.runtime.routing import RouterLoads
 from psrl.runtime.session import BoundMicroBatch, RouterSamples
-from psrl.tree import build_tree
+from psrl.tree import PrefixTree, build_tree
 from psrl.types import ExecutionPlan, IntArray, PlanStats
 
 if TYPE_CHECKING:
@@ -149,16 +149,17 @@ class MiniBatchRun:
     def _router_samples(self, plan: ExecutionPlan) -> RouterSamples | None:
         if not self._engine.has_router_statistics:
             return None
-        return RouterSamples(self._token_counts_U, self._samples.num_tokens, self._loads, is_counting=plan.forward_only)
+        token_counts_U = np.bincount(self._tree.index_N)  # samples that hold each unique token
+        return RouterSamples(token_counts_U, self._samples.num_tokens, self._loads, is_counting=plan.forward_only)
 
     @cached_property
-    def _token_counts_U(self) -> IntArray:
-        """Samples that hold each unique token; plans number them as the tree does."""
-        return np.bincount(build_tree(self._samples).index_N)
+    def _tree(self) -> PrefixTree:
+        """Of the mini-batch, for all of its plans."""
+        return build_tree(self._samples)
 
     def _build_plan(self, *, forward_only: bool) -> ExecutionPlan:
         start = time.perf_counter()
-        self._plan = self._engine.build_plan(self._rows.data, self._samples, forward_only=forward_only)
+        self._plan = self._engine.build_plan(self._rows.data, self._samples, self._tree, forward_only=forward_only)
         self._planning_seconds += time.perf_counter() - start
         return self._plan
 

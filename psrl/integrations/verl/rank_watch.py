@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from psrl.errors import PSRLError, RankError
 
@@ -33,13 +34,13 @@ class RankWatch:
     that nothing else ends.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         """
         Args:
             store: this rank's connection; a clone is used, so that a blocked call does not hold heartbeats up.
             timeout: seconds without a heartbeat after which a rank is given up.
         """
-        self._store = dist.PrefixStore("psrl_watch", store.clone())
+        self._store = PrefixStore("psrl_watch", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._interval = min(5.0, timeout / 10)
         self._seen: dict[int, tuple[bytes, float]] = {}

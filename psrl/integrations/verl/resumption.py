@@ -18,7 +18,6 @@ from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
-from psrl.integrations.verl.cells import RowKey
 from psrl.integrations.verl.durable_checkpoint import (
     begin,
     prune,
@@ -28,6 +27,7 @@ from psrl.integrations.verl.durable_checkpoint import (
     seal,
     step_folder,
 )
+from psrl.placement.cells import RowKey
 
 
 def row_order(keys: Sequence[str]) -> list[int]:

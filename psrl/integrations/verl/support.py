@@ -75,7 +75,7 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
         UnsupportedError: names the first option that rules out sharing, and the way out.
     """
     check_model(model_config.hf_config)
-    for refusals in (_engine(engine_config), _model(model_config), _transformer(tf_config)):
+    for refusals in (engine_refusals(engine_config), _model(model_config), _transformer(tf_config)):
         for refusal in refusals:
             raise UnsupportedError(
                 f"{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
@@ -86,7 +86,8 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
 _ONE_SAMPLE = "a shared token has one hidden state for all its samples"
 
 
-def _engine(config: Any) -> Iterator[Refusal]:
+def engine_refusals(config: Any) -> Iterator[Refusal]:
+    """Options of an engine's configuration that rule sharing out."""
     if not config.use_remove_padding:
         yield Refusal("use_remove_padding", False, "a micro-batch is one packed sequence", "set it to True")
     if config.use_fused_kernels:

@@ -25,7 +25,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
 
-from psrl.integrations.verl.fingerprints import TAG, segments_from_fingerprints
 from psrl.integrations.verl.observability import (
     PassRecord,
     headline_metrics,
@@ -33,18 +32,19 @@ from psrl.integrations.verl.observability import (
     step_line,
     trajectory_reward,
 )
-from psrl.integrations.verl.orchestrator import (
+from psrl.integrations.verl.recorded_rollouts import RolloutStore, rollout_settings
+from psrl.integrations.verl.resumption import ResumableTrainer, row_order
+from psrl.integrations.verl.train_config import validate_job
+from psrl.integrations.verl.trainer_advantage import group_advantages, row_groups, row_returns
+from psrl.placement.fingerprints import TAG, segments_from_fingerprints
+from psrl.placement.orchestrator import (
     Cells,
     RowKey,
     evaluate,
     place_rows,
     placement_metrics,
 )
-from psrl.integrations.verl.recorded_rollouts import RolloutStore, rollout_settings
-from psrl.integrations.verl.resumption import ResumableTrainer, row_order
-from psrl.integrations.verl.segments import Segments, segments_from_lengths, segments_from_tokens
-from psrl.integrations.verl.train_config import validate_job
-from psrl.integrations.verl.trainer_advantage import group_advantages, row_groups, row_returns
+from psrl.placement.segments import Segments, segments_from_lengths, segments_from_tokens
 from psrl.types import IntArray
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from psrl.errors import InputError
-from psrl.integrations.verl.orchestrator import RowKey
+from psrl.placement.cells import RowKey
 from psrl.types import FloatArray
 
 EPSILON = 1e-6

@@ -38,6 +38,11 @@ _SINGLE_PROCESS = {
 MODEL_TYPES = ("language_model", "value_model")
 
 
+def group_backend() -> str:
+    """``backend`` of process groups on this machine."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def init_single_process() -> None:
     """Make this process a process group of one, over a store in memory (no port). Nothing if there is one."""
     if torch.distributed.is_initialized():
@@ -49,7 +54,7 @@ def init_single_process() -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: initialise torch.distributed before building the worker"
         )
     torch.distributed.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        backend=group_backend(),
         store=torch.distributed.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
         rank=0,
         world_size=1,
@@ -65,7 +70,7 @@ def init_local_rank(rank: int, size: int, store: str) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.distributed.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        backend=group_backend(),
         store=torch.distributed.FileStore(store, size),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=size,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from psrl.integrations.verl.prefix_order import PrefixOrder
+from psrl.placement.prefix_order import PrefixOrder
 from psrl.types import FloatArray, IntArray
 
 _MOST_RUNS = 32

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from psrl.grouping import SemanticGroup, place_groups
-from psrl.integrations.verl.prefix_order import PrefixOrder
-from psrl.integrations.verl.segments import Segments
+from psrl.placement.prefix_order import PrefixOrder
+from psrl.placement.segments import Segments
 from psrl.types import FloatArray, IntArray
 
 

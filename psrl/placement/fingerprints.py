@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from psrl.errors import ConfigError
-from psrl.integrations.verl.segments import Segments, tokens_work
+from psrl.placement.segments import Segments, tokens_work
 from psrl.types import IntArray
 
 TAG = "psrl_prefixes"

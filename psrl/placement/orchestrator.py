@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from psrl.errors import ConfigError
-from psrl.integrations.verl.cells import Cells, RowKey
-from psrl.integrations.verl.local_search import Grid, LocalSearch
-from psrl.integrations.verl.prefix_order import PrefixOrder
-from psrl.integrations.verl.schedule import Columns, by_work, schedule
-from psrl.integrations.verl.segments import Segments
-from psrl.integrations.verl.starts import blocks, whole_groups
+from psrl.placement.cells import Cells, RowKey
+from psrl.placement.local_search import Grid, LocalSearch
+from psrl.placement.prefix_order import PrefixOrder
+from psrl.placement.schedule import Columns, by_work, schedule
+from psrl.placement.segments import Segments
+from psrl.placement.starts import blocks, whole_groups
 from psrl.types import IntArray
 
 _LEAST_EFFORT, _EFFORT_PER_ROW = 300, 0.3

@@ -1,4 +1,4 @@
-"""Sizes of the simulated model: dense or mixture of experts.
+"""Sizes of models by name, or from a Hugging Face ``config.json``: dense or mixture of experts. No weights are read.
 
 Sizes of named models are those of their published ``config.json``.
 """
@@ -9,15 +9,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from psrl.cost import ModelShape
 from psrl.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedModel:
-    """A decoder as the simulator sees it (whole model, all ranks)."""
+class ModelSizes:
+    """A decoder, the whole of it."""
 
     name: str
     num_layers: int
@@ -83,43 +83,58 @@ class SimulatedModel:
         return 2 * self.num_kv_heads * self.head_dim
 
 
-NAMED_MODELS: dict[str, SimulatedModel] = {
-    model.name: model
-    for model in (
-        SimulatedModel("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151_936, is_tied=True),
-        SimulatedModel("qwen2.5-7b", 28, 3584, 28, 4, 128, 18_944, 152_064),
-        SimulatedModel("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936),
-        SimulatedModel("qwen3-32b", 64, 5120, 64, 8, 128, 25_600, 151_936),
-        SimulatedModel("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, 128, 8),
-        SimulatedModel("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151_936, 128, 8),
-    )
-}
+_DENSE = (
+    ModelSizes("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49_152, is_tied=True),
+    ModelSizes("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151_936, is_tied=True),
+    ModelSizes("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151_936, is_tied=True),
+    ModelSizes("qwen2.5-3b", 36, 2048, 16, 2, 128, 11_008, 151_936, is_tied=True),
+    ModelSizes("qwen2.5-7b", 28, 3584, 28, 4, 128, 18_944, 152_064),
+    ModelSizes("qwen2.5-14b", 48, 5120, 40, 8, 128, 13_824, 152_064),
+    ModelSizes("qwen2.5-32b", 64, 5120, 40, 8, 128, 27_648, 152_064),
+    ModelSizes("qwen3-1.7b", 28, 2048, 16, 8, 128, 6144, 151_936, is_tied=True),
+    ModelSizes("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151_936, is_tied=True),
+    ModelSizes("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936),
+    ModelSizes("qwen3-14b", 40, 5120, 40, 8, 128, 17_408, 151_936),
+    ModelSizes("qwen3-32b", 64, 5120, 64, 8, 128, 25_600, 151_936),
+    ModelSizes("llama3-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
+    ModelSizes("llama3-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
+)
+_EXPERTS = (
+    ModelSizes("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936, 128, 8),
+    ModelSizes("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151_936, 128, 8),
+)
+_EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""How Qwen, DeepSeek and Mixtral write it."""
+NAMED_MODELS: dict[str, ModelSizes] = {model.name: model for model in (*_DENSE, *_EXPERTS)}
 
 
-def load_model(name: str) -> SimulatedModel:
-    """A named model, or the sizes in the ``config.json`` of a Hugging Face folder. No weights are read.
+def load_model(name: str, flag: str = "--model") -> ModelSizes:
+    """A named model, or the sizes in a ``config.json`` or in a folder that has one.
+
+    Args:
+        flag: the option that the user gave the name with.
 
     Raises:
-        InputError: no such model or folder, or sizes are missing.
+        InputError: no such name or file, or a size is missing or no positive integer.
     """
     if name in NAMED_MODELS:
         return NAMED_MODELS[name]
-    path = Path(name) / "config.json"
+    path = Path(name)
+    path = path if path.suffix == ".json" else path / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
-            f"--model {name}: cannot read {path} ({error.strerror or error}); named models are "
-            f"{', '.join(NAMED_MODELS)}"
+            f"{flag} {name}: cannot read {path} ({error.strerror or error}); names are {', '.join(NAMED_MODELS)}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: broken JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: expected a JSON object")
-    return model_of_config(name, config, str(path))
+    return model_of_config(name, cast(dict[str, Any], config), str(path))
 
 
-def model_of_config(name: str, config: Mapping[str, Any], where: str) -> SimulatedModel:
+def model_of_config(name: str, config: Mapping[str, Any], where: str) -> ModelSizes:
     """Sizes from a Hugging Face configuration.
 
     Raises:
@@ -129,22 +144,24 @@ def model_of_config(name: str, config: Mapping[str, Any], where: str) -> Simulat
     def size(key: str, default: int | None = None) -> int:
         value = config.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise InputError(f"{where}: {key} must be a positive integer, got {value!r}")
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise InputError(f"{where}: {key} must be a positive integer, got {repr(value)[:40]}")
         return value
 
     num_heads, hidden = size("num_attention_heads"), size("hidden_size")
-    num_experts = config.get("num_experts") or config.get("n_routed_experts") or 0
-    return SimulatedModel(
+    count_key = next((key for key in _EXPERT_COUNT_KEYS if config.get(key)), _EXPERT_COUNT_KEYS[0])
+    has_experts = bool(config.get(count_key) or config.get("num_experts_per_tok"))
+    expert_ffn = config.get("moe_intermediate_size") if has_experts else None
+    return ModelSizes(
         name=name,
         num_layers=size("num_hidden_layers"),
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=size("num_key_value_heads", num_heads),
         head_dim=size("head_dim", hidden // num_heads),
-        ffn_size=size("moe_intermediate_size" if num_experts else "intermediate_size"),
+        ffn_size=size("intermediate_size" if expert_ffn is None else "moe_intermediate_size"),
         vocab_size=size("vocab_size"),
-        num_experts=int(num_experts),
-        experts_per_token=size("num_experts_per_tok") if num_experts else 1,
+        num_experts=size(count_key) if has_experts else 0,
+        experts_per_token=size("num_experts_per_tok") if has_experts else 1,
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )

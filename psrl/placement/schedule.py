@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from psrl.integrations.verl.segments import Segments
+from psrl.placement.segments import Segments
 from psrl.types import FloatArray, IntArray
 
 _SIMILAR = 0.97

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from psrl.integrations.verl.segments import Segments
+from psrl.placement.segments import Segments
 from psrl.types import FloatArray, IntArray
 
 
