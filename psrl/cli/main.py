@@ -1,8 +1,8 @@
 """``psrl``: the command line.
 
-Exit codes: 0 done; 1 a check failed (``replay --sharing both`` found a difference) or a job did not come to its end; 2
-the input, an option or the model is not usable, with one line on stderr; 70 another process of the training is gone or
-has failed; 130 interrupted; 143 terminated.
+Exit codes: 0 done; 1 a check failed (``replay --sharing both`` found a difference, ``doctor`` something to fix) or a
+job did not come to its end; 2 the input, an option or the model is not usable, with one line on stderr; 70 another
+process of the training is gone or has failed; 130 interrupted; 143 terminated.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ try:
 
     from psrl import __version__
     from psrl.cli.analyze import analyze
+    from psrl.cli.doctor import doctor
     from psrl.cli.plan import plan
     from psrl.cli.replay import replay
     from psrl.cli.root import Group
@@ -51,6 +52,7 @@ def _root(
 
 
 app.command()(analyze)
+app.command()(doctor)
 app.command()(plan)
 app.command()(replay)
 app.command()(sft)

@@ -29,6 +29,10 @@ class HookSet:
     def hooks(self) -> tuple[Hook, ...]:
         return tuple(self._hooks)
 
+    @property
+    def num_applied(self) -> int:
+        return self._num_applied
+
     def add(self, *, cause: str, upstream: str, remove_when: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
         """Decorator: register a function that makes the change."""
 
