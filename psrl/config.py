@@ -31,13 +31,16 @@ class PSRLConfig:
     attention_backend: str = "auto"
     """``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
     ``reference`` is dense and for tests."""
+    max_logit_rows: int | None = None
+    """Most rows of logits that exist at a time: a micro-batch's log-probs are computed in chunks, in the backward once
+    more. None: all rows of a micro-batch at once, kept for the backward."""
     loss_scope: str = "auto"
     """``sample``: the loss is a sum over samples, each evaluated once at its completion. ``mini_batch``: the loss
     couples samples; one more forward pass computes all log-probs first. ``auto`` knows veRL's losses and takes
     ``mini_batch`` for any other."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "infer_max_tokens", "kv_cache_bytes"):
+        for name in ("max_tokens", "infer_max_tokens", "kv_cache_bytes", "max_logit_rows"):
             value = getattr(self, name)
             if value is None:
                 continue

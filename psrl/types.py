@@ -150,7 +150,7 @@ class MicroBatch:
     edges_E: IntArray
     """Global edge ids computed here."""
     edge_rows_E: IntArray
-    """Row of each edge, an index into ``rows_R``."""
+    """Row of each edge, an index into ``rows_R``; ascending."""
     completes: IntArray
     """Samples whose loss is computed here in pass 2: this is their first micro-batch in pass-2 order."""
     cost: float

@@ -1,15 +1,20 @@
 """From logit rows to per-edge outputs: log-probs, and the entropy of the row that an edge belongs to.
 
-Shape legend: R logit rows, V vocabulary entries on this rank, E edges of a micro-batch.
+Shape legend: R logit rows, r rows of a chunk, V vocabulary entries on this rank, E edges of a micro-batch, D hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from psrl.types import IntArray
 
 
 class VocabShard(NamedTuple):
@@ -46,6 +51,68 @@ def edge_log_probs(
         scaled_RV = scaled_RV / temperature_R.to(dtype).clamp_min(1e-8).unsqueeze(-1)
     log_probs_E, entropy_R = _EdgeLogProbs.apply(scaled_RV, edge_rows_E, edge_labels_E, shard, with_entropy)
     return log_probs_E, entropy_R[edge_rows_E] if with_entropy else None
+
+
+class RowChunk(NamedTuple):
+    """Some consecutive logit rows and the edges that belong to them."""
+
+    rows: slice
+    edges: slice
+
+
+def row_chunks(edge_rows_E: IntArray, num_rows: int, max_rows: int) -> tuple[RowChunk, ...]:
+    """All rows in chunks of ``max_rows``; the last may have fewer.
+
+    Args:
+        edge_rows_E: each edge's row, ascending.
+    """
+    starts = np.arange(0, num_rows, max_rows)
+    stops = np.minimum(starts + max_rows, num_rows)
+    firsts, lasts = np.searchsorted(edge_rows_E, starts), np.searchsorted(edge_rows_E, stops)
+    return tuple(
+        RowChunk(slice(start, stop), slice(first, last))
+        for start, stop, first, last in zip(
+            starts.tolist(), stops.tolist(), firsts.tolist(), lasts.tolist(), strict=True
+        )
+    )
+
+
+def chunked_edge_log_probs(
+    hidden_RD: Tensor,
+    project: Callable[[Tensor], Tensor],
+    temperature_R: Tensor | None,
+    edge_rows_E: Tensor,
+    edge_labels_E: Tensor,
+    chunks: Sequence[RowChunk],
+    *,
+    shard: VocabShard,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``edge_log_probs`` of ``project(hidden_RD)`` with the logits of one chunk of rows in memory at a time.
+
+    The backward computes a chunk's logits once more; its gradients are those of ``edge_log_probs``.
+
+    Args:
+        project: the output layer: rows [r, D] to logits [r, columns of this rank]. Differentiable.
+        chunks: all rows, in order.
+    """
+
+    def outputs(hidden_rD: Tensor, chunk: RowChunk) -> tuple[Tensor, Tensor | None]:
+        return edge_log_probs(
+            project(hidden_rD),
+            None if temperature_R is None else temperature_R[chunk.rows],
+            edge_rows_E[chunk.edges] - chunk.rows.start,
+            edge_labels_E[chunk.edges],
+            shard=shard,
+            with_entropy=with_entropy,
+        )
+
+    parts = [
+        checkpoint(outputs, hidden_RD[chunk.rows], chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    log_probs = torch.cat([log_probs for log_probs, _ in parts])
+    return log_probs, torch.cat([entropy for _, entropy in parts]) if with_entropy else None
 
 
 class _EdgeLogProbs(torch.autograd.Function):

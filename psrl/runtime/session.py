@@ -29,6 +29,7 @@ from psrl.cache import BlockShard, KVCache
 from psrl.errors import PlanError
 from psrl.runtime.attention import AttentionLayout
 from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
+from psrl.runtime.outputs import RowChunk, row_chunks
 from psrl.runtime.routing import RouterLoads, RouterPass
 from psrl.types import ExecutionPlan, IntArray, MicroBatch
 
@@ -61,6 +62,8 @@ class BoundMicroBatch:
     edges_E: Tensor
     edge_rows_e: Tensor
     edge_labels_e: Tensor
+    row_chunks: tuple[RowChunk, ...]
+    """Rows whose logits may exist at a time."""
     token_weights_T: Tensor | None
     """Samples that each token stands for, 0 for padding; None where the session does not count them."""
     context: ContextPart | None = None
@@ -114,6 +117,7 @@ class Session:
         token_multiple: int = 1,
         router: RouterSamples | None = None,
         context: ContextRank | None = None,
+        max_logit_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -122,6 +126,7 @@ class Session:
                 evenly).
             router: what routers with losses or statistics have to know of the samples.
             context: ranks that share micro-batches; None: this one alone.
+            max_logit_rows: most rows of logits at a time; None: all of a micro-batch.
         """
         self.plan = plan
         self.device = device
@@ -130,6 +135,7 @@ class Session:
         self.caches = tuple(KVCache(plan, num_layers, shard=shard) for num_layers in chunk_layers)
         self._context = context
         self._token_multiple = token_multiple
+        self._max_logit_rows = max_logit_rows
         self._router = router
         self._bound: dict[int, BoundMicroBatch] = {}
 
@@ -185,6 +191,7 @@ class Session:
         edges = self._tensor(mb.edges_E)
         is_scaled = bool((part.row_temperature_R != 1.0).any())
         context = None if where is None else self._context_part(mb, part, where)
+        num_rows = max(1, len(part.rows_R))
         bound = self._bound[index] = BoundMicroBatch(
             plan=mb,
             num_tokens=num_tokens,
@@ -196,6 +203,7 @@ class Session:
             edges_E=edges,
             edge_rows_e=self._tensor(part.edge_rows_e),
             edge_labels_e=self._label_E[edges] if context is None else self._label_E[edges[context.edges_e]],
+            row_chunks=row_chunks(part.edge_rows_e, num_rows, self._max_logit_rows or num_rows),
             token_weights_T=self._token_weights(mb, part, num_tokens),
             context=context,
         )

@@ -53,6 +53,8 @@ class Job:
     """Budget of the cache, as a share of what the plan wants. None: no limit."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further keywords of ``build_training_worker``."""
+    psrl: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the side that shares."""
     lr: float = 1e-2
     expert_bias: bool = False
     """The checkpoint has biases of routers (``EXPERT_BIAS``); they are exported among the gradients."""
@@ -139,7 +141,7 @@ def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
 
     worker = build_training_worker(
         job.checkpoint,
-        psrl_config=PSRLConfig(enable=job.sharing, attention_backend="sdpa"),
+        psrl_config=PSRLConfig(enable=job.sharing, attention_backend="sdpa", **job.psrl),
         dtype=job.dtype,
         max_tokens=1024,
         lr=job.lr,

@@ -6,7 +6,7 @@ import torch
 
 from psrl.errors import LossError
 from psrl.runtime.loss import LossLedger
-from psrl.runtime.outputs import VocabShard, edge_log_probs
+from psrl.runtime.outputs import RowChunk, VocabShard, chunked_edge_log_probs, edge_log_probs, row_chunks
 from psrl.types import Edges
 
 WHOLE = VocabShard(0, None)
@@ -61,6 +61,43 @@ def test_half_precision_logits_are_computed_in_float32():
     assert torch.allclose(log_probs, logits.float().log_softmax(-1)[[0, 1], [1, 2]])
     (grad,) = torch.autograd.grad(log_probs.sum(), logits)
     assert grad.dtype == torch.bfloat16
+
+
+def test_chunks_of_rows_and_their_edges():
+    edge_rows = np.asarray([0, 0, 1, 3, 3, 4])
+    assert row_chunks(edge_rows, 5, 2) == (
+        RowChunk(slice(0, 2), slice(0, 3)),
+        RowChunk(slice(2, 4), slice(3, 5)),
+        RowChunk(slice(4, 5), slice(5, 6)),
+    )
+    assert row_chunks(edge_rows[:0], 1, 1) == (RowChunk(slice(0, 1), slice(0, 0)),)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5, 9])
+def test_chunked_equal_all_at_once(max_rows):
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    temperature = torch.rand(5, dtype=torch.float64) + 0.5
+    edge_rows, labels = np.asarray([0, 0, 1, 3, 3, 4]), torch.tensor([1, 6, 0, 3, 5, 2])
+    args = (temperature, torch.from_numpy(edge_rows), labels)
+    calls = []
+
+    def project(x):
+        calls.append(len(x))
+        return x @ weight.T
+
+    whole = edge_log_probs(hidden @ weight.T, *args, shard=WHOLE, with_entropy=True)
+    parts = chunked_edge_log_probs(
+        hidden, project, *args, row_chunks(edge_rows, 5, max_rows), shard=WHOLE, with_entropy=True
+    )
+    for want, got in zip(whole, parts, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-15)
+    want, got = (
+        torch.autograd.grad((a * labels).sum() + b.square().sum(), (hidden, weight)) for a, b in (whole, parts)
+    )
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    assert max(calls) <= max_rows and sum(calls) == 2 * 5  # once more in the backward
 
 
 def make_ledger(kinds=("log_probs",)):

@@ -24,16 +24,17 @@ from psrl.cost import KVFootprint
 from psrl.errors import ConfigError
 from psrl.integrations.megatron.budget import agreed_budget
 from psrl.integrations.megatron.core_attention import number_cache_layers, share_prefixes_in_spec
+from psrl.integrations.megatron.output_layer import PostponedOutputLayer, select_output_rows
 from psrl.integrations.megatron.passes import context_rank, token_multiple, vocab_shard_group
+from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import model_shape
-from psrl.integrations.megatron.surroundings import install_surroundings
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
-from psrl.runtime.outputs import VocabShard, edge_log_probs
+from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
 from psrl.tree import PrefixTree
 from psrl.types import ExecutionPlan, SampleBatch
@@ -55,6 +56,7 @@ class PrefixSharingMixin(_Engine):
     last_report: BatchReport | None = None
     chunk_layers: tuple[int, ...] = ()
     """Attention layers of each model chunk of this rank."""
+    _output_layer: PostponedOutputLayer | None = None
 
     @property
     def psrl_config(self) -> PSRLConfig:
@@ -69,9 +71,16 @@ class PrefixSharingMixin(_Engine):
         module = super()._build_megatron_module()
         chunks = [cast(nn.Module, unwrap_model(chunk)) for chunk in module]
         for chunk in chunks:
-            install_surroundings(chunk)
+            rotate_by_position(chunk)
+            if chunk.post_process:
+                self._prepare_output_layer(chunk.get_submodule("output_layer"))
         self.chunk_layers = number_cache_layers(chunks)
         return module
+
+    def _prepare_output_layer(self, layer: nn.Module) -> None:
+        select_output_rows(layer)
+        if self.psrl_config.max_logit_rows is not None and not self.is_value_model:
+            self._output_layer = PostponedOutputLayer(layer)
 
     def _share_prefixes_in_bridge(self) -> None:
         """Both bridges build the model from a layer spec that is asked for late: wrap the question."""
@@ -160,6 +169,7 @@ class PrefixSharingMixin(_Engine):
             token_multiple=token_multiple(self.tf_config),
             router=router,
             context=context_rank(),
+            max_logit_rows=self.psrl_config.max_logit_rows,
         )
 
     def _kv_budget(self) -> int | None:
@@ -191,17 +201,16 @@ class PrefixSharingMixin(_Engine):
     def _local_outputs(self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool) -> dict[str, Tensor]:
         if self.is_value_model:
             return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_e]}
-        rows_RV = output[0]
-        group = vocab_shard_group()
-        start = rows_RV.shape[-1] * mpu.get_tensor_model_parallel_rank() if group is not None else 0
-        log_probs, entropy = edge_log_probs(
-            rows_RV,
-            micro_batch.row_temperature_R,
-            micro_batch.edge_rows_e,
-            micro_batch.edge_labels_e,
-            shard=VocabShard(start, group),
-            with_entropy=with_entropy,
-        )
+        rows, group, layer = output[0], vocab_shard_group(), self._output_layer
+        num_columns = rows.shape[-1] if layer is None else layer.num_columns
+        shard = VocabShard(0 if group is None else num_columns * mpu.get_tensor_model_parallel_rank(), group)
+        edges = (micro_batch.row_temperature_R, micro_batch.edge_rows_e, micro_batch.edge_labels_e)
+        if layer is None:
+            log_probs, entropy = edge_log_probs(rows, *edges, shard=shard, with_entropy=with_entropy)
+        else:
+            log_probs, entropy = chunked_edge_log_probs(
+                rows, layer.logits, *edges, micro_batch.row_chunks, shard=shard, with_entropy=with_entropy
+            )
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
     @property

@@ -1,13 +1,11 @@
-"""What surrounds the layers in a GPTModel forward: rotary positions and the rows that reach the output layer."""
+"""Rotary positions of a GPTModel forward, one for each token."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from psrl.errors import UnsupportedError
@@ -72,8 +70,8 @@ def _as_picked(angles_TA: Tensor, where: ContextRank, num_tokens: int) -> Tensor
     return table
 
 
-def install_surroundings(model: nn.Module) -> None:
-    """Hook one model chunk (an unwrapped GPTModel): positions, and on the last stage the output rows. Mutates it.
+def rotate_by_position(model: nn.Module) -> None:
+    """Hook one model chunk (an unwrapped GPTModel) so that every token is rotated to its own position. Mutates it.
 
     Raises:
         UnsupportedError: the model uses another position embedding.
@@ -84,34 +82,3 @@ def install_surroundings(model: nn.Module) -> None:
             f"{getattr(model, 'position_embedding_type', 'none')}; set psrl.enable=false"
         )
     model.rotary_pos_emb = PositionedRotaryEmbedding(model.get_submodule("rotary_pos_emb"))
-    if model.post_process:
-        _select_output_rows(model.get_submodule("output_layer"))
-
-
-def _select_output_rows(output_layer: nn.Module) -> None:
-    """Only rows that own an edge reach the output layer: [T, 1, hidden] becomes [R, 1, hidden].
-
-    Under sequence parallelism the layer would gather its input, [T / tp, 1, hidden] on every rank, and scatter the
-    gradient. Rows are chosen from the gathered input instead, so the layer has to work as without: a column-parallel
-    one then sums the input's gradient over ranks, a value head has all rows on every rank.
-    """
-    layer: Any = output_layer
-    is_scattered = bool(getattr(layer, "sequence_parallel", False))
-    if is_scattered:
-        layer.sequence_parallel = False
-        if isinstance(layer, ColumnParallelLinear):
-            layer.allreduce_dgrad = True
-        else:
-            layer.weight.sequence_parallel = False  # its gradient is complete on every rank
-    output_layer.register_forward_pre_hook(partial(_keep_output_rows, is_scattered), with_kwargs=True)
-
-
-def _keep_output_rows(is_scattered: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hidden, *rest = args
-    if is_scattered:
-        # The gradient that comes back is complete on every rank: each takes its share of it.
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    micro_batch = active_micro_batch()
-    if micro_batch is not None:
-        hidden = hidden.index_select(0, micro_batch.rows_R)
-    return (hidden, *rest), kwargs
