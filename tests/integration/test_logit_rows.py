@@ -81,7 +81,14 @@ def test_rows_without_an_edge_in_a_rank_that_recomputes(worker):
         torch.testing.assert_close(got.grads[name], grad, rtol=1e-11, atol=1e-13, msg=name)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=["tp", "pp", "cp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(tp=2), id="tp"),
+        pytest.param(Layout(pp=2), id="pp", marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2), id="cp", marks=pytest.mark.slow),
+    ],
+)
 def test_layouts(tmp_path_factory, checkpoint, layout):
     pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
     try:
