@@ -19,6 +19,7 @@ from torch import Tensor
 
 from psrl.errors import LossError
 from psrl.runtime.session import BoundMicroBatch
+from psrl.runtime.transfer import to_device
 from psrl.types import Edges, IntArray
 
 EvaluateLoss = Callable[[IntArray | None, dict[str, Tensor]], Tensor]
@@ -32,6 +33,7 @@ class _Placement(NamedTuple):
     edges_M: Tensor
     positions_M: Tensor
     offsets: Tensor
+    num_tokens: int
 
 
 class LossLedger:
@@ -52,8 +54,12 @@ class LossLedger:
         self._edges, self._cu_seqlens, self._device = edges, cu_seqlens, device
         self.outputs = {kind: torch.zeros(edges.num_edges, dtype=dtype, device=device) for kind in kinds}
         self.cotangents = {kind: torch.zeros(edges.num_edges, dtype=dtype, device=device) for kind in kinds}
-        self.loss_sum = 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def loss_sum(self) -> float:
         """Sum of the losses evaluated at completions."""
+        return float(self._loss_sum)
 
     def record(self, micro_batch: BoundMicroBatch, outputs_e: dict[str, Tensor]) -> None:
         """Store the outputs of a micro-batch's edges."""
@@ -69,7 +75,7 @@ class LossLedger:
         with torch.enable_grad():
             loss = evaluate(samples, {kind: self._jagged(leaf, place) for kind, leaf in leaves.items()})
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
-        self.loss_sum += float(loss.detach())
+        self._loss_sum += loss.detach()  # stays on the device: nothing waits for it
         for total, grad in zip(self.cotangents.values(), grads, strict=False):
             if grad is not None:
                 total.index_put_((place.edges_M,), grad, accumulate=True)
@@ -90,13 +96,14 @@ class LossLedger:
         Raises:
             LossError: they do not, so the loss is no sum over samples; or they are not finite.
         """
-        if not (math.isfinite(whole) and math.isfinite(self.loss_sum)):
+        parts = self.loss_sum
+        if not (math.isfinite(whole) and math.isfinite(parts)):
             raise LossError(
-                f"the loss is not finite: {whole:.8g} on the whole mini-batch, {self.loss_sum:.8g} sample by sample"
+                f"the loss is not finite: {whole:.8g} on the whole mini-batch, {parts:.8g} sample by sample"
             )
-        if not abs(whole - self.loss_sum) <= tolerance * max(1.0, abs(whole), abs(self.loss_sum)):
+        if not abs(whole - parts) <= tolerance * max(1.0, abs(whole), abs(parts)):
             raise LossError(
-                f"the loss is not a sum over samples: evaluated sample by sample it is {self.loss_sum:.8g}, on the "
+                f"the loss is not a sum over samples: evaluated sample by sample it is {parts:.8g}, on the "
                 f"whole mini-batch {whole:.8g}; set psrl.loss_scope=mini_batch"
             )
 
@@ -113,10 +120,14 @@ class LossLedger:
             shift = np.concatenate([[0], np.cumsum(seqlens)[:-1]]) - cu[samples]
             positions = edges.target_positions_M[chosen] + np.repeat(shift, stops - starts)
         offsets = np.concatenate([[0], np.cumsum(seqlens)])
-        return _Placement(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(self._device)
-                            for x in (edges.target_edges_M[chosen], positions, offsets)))  # fmt: skip
+        return _Placement(
+            to_device(edges.target_edges_M[chosen], self._device),
+            to_device(positions, self._device),
+            to_device(offsets, self._device),
+            int(offsets[-1]),
+        )
 
     @staticmethod
     def _jagged(values_M: Tensor, place: _Placement) -> Tensor:
-        flat = values_M.new_zeros(int(place.offsets[-1])).index_put((place.positions_M,), values_M)
+        flat = values_M.new_zeros(place.num_tokens).index_put((place.positions_M,), values_M)
         return torch.nested.nested_tensor_from_jagged(flat, offsets=place.offsets)

@@ -31,7 +31,8 @@ from psrl.runtime.attention import AttentionLayout
 from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
 from psrl.runtime.outputs import RowChunk, row_chunks
 from psrl.runtime.routing import RouterLoads, RouterPass
-from psrl.types import ExecutionPlan, IntArray, MicroBatch
+from psrl.runtime.transfer import to_device
+from psrl.types import ExecutionPlan, FloatArray, IntArray, MicroBatch
 
 _ACTIVE: ContextVar[BoundMicroBatch | None] = ContextVar("psrl_active_micro_batch", default=None)
 _LAYER: ContextVar[Execution | None] = ContextVar("psrl_layer_execution", default=None)
@@ -176,8 +177,8 @@ class Session:
     def _label_E(self) -> Tensor:
         return self._tensor(self.plan.edges.label_E)
 
-    def _tensor(self, array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _tensor(self, array: IntArray | FloatArray) -> Tensor:
+        return to_device(array, self.device)
 
     def _bind(self, index: int) -> BoundMicroBatch:
         bound = self._bound.get(index)
@@ -199,7 +200,7 @@ class Session:
             position_ids_T=self._local(self._position_ids_U[tokens], part, num_tokens),
             layout=part.layout,
             rows_R=self._tensor(part.rows_R) if len(part.rows_R) else tokens.new_zeros(1),
-            row_temperature_R=torch.from_numpy(part.row_temperature_R).to(self.device) if is_scaled else None,
+            row_temperature_R=self._tensor(part.row_temperature_R) if is_scaled else None,
             edges_E=edges,
             edge_rows_e=self._tensor(part.edge_rows_e),
             edge_labels_e=self._label_E[edges] if context is None else self._label_E[edges[context.edges_e]],

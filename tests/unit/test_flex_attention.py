@@ -14,6 +14,12 @@ from tests.unit.test_attention import fan, oracle, random_forest, random_inputs
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The device mode, which an earlier test of this process may have switched on, compiles nothing at run time."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+
+
 def dense_blocks(layout, query_block, key_block):
     """[query blocks, key blocks]: which hold a visible pair."""
     queries = np.arange(layout.num_queries)[:, None]
@@ -59,7 +65,7 @@ def test_nothing_to_see_gives_zeros():
 
 
 @pytest.mark.slow
-def test_compiled_forward_matches_the_oracle_and_compiles_once():
+def test_compiled_forward_matches_the_oracle_and_compiles_once(compiled):
     """Blocks that the mask leaves out are not computed by the compiled kernel: a missing one would show."""
     before = counters["stats"]["unique_graphs"]
     for seed, (num_path, num_tokens) in enumerate([(130, 300), (70, 513), (200, 260), (9, 700)]):
@@ -74,7 +80,7 @@ def test_compiled_forward_matches_the_oracle_and_compiles_once():
 
 
 @pytest.mark.slow
-def test_compiled_forward_without_a_path():
+def test_compiled_forward_without_a_path(compiled):
     layout = AttentionLayout.build(*fan(150, [90, 40]), 280)
     inputs, grad = random_inputs(280, 280, 4, 2, 32, torch.bfloat16)
     with torch.no_grad():

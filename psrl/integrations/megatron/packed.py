@@ -25,8 +25,8 @@ class SharedPrefixParams(PackedSeqParams):
     @classmethod
     def of(cls, execution: Execution) -> SharedPrefixParams:
         num_tokens = execution.micro_batch.num_tokens
-        device = execution.micro_batch.token_ids_T.device
-        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        # On the host: only rotary embedding reads it, as numbers, and would wait for a GPU in every layer.
+        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

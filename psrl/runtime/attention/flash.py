@@ -21,6 +21,7 @@ from psrl.errors import UnsupportedError
 from psrl.runtime.attention.flash_kernels import Segments, VarlenKernel, varlen_kernel
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.tiling import Range, Tile
+from psrl.runtime.transfer import to_device
 from psrl.types import IntArray
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -138,8 +139,8 @@ def _rows(ranges: Sequence[Range], device: torch.device) -> tuple[Rows, Tensor, 
     index = None
     if (starts[1:] != stops[:-1]).any():
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        index = torch.from_numpy(places).to(device)
-    cu = torch.from_numpy(offsets.astype(np.int32)).to(device)
+        index = to_device(places, device)
+    cu = to_device(offsets.astype(np.int32), device)
     return Rows(int(starts[0]), int(stops[-1]), index), cu, int(lengths.max())
 
 

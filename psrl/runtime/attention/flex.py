@@ -22,6 +22,7 @@ from psrl.errors import UnsupportedError
 from psrl.runtime.attention.block_tiles import TileList, build_block_tiles
 from psrl.runtime.attention.flash_kernels import is_installed
 from psrl.runtime.attention.layout import AttentionLayout
+from psrl.runtime.transfer import to_device
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +74,10 @@ def block_mask(layout: AttentionLayout, device: torch.device, query_block: int, 
     """Block mask of the layout, in time and memory proportional to blocks."""
     tiles = build_block_tiles(layout.first_S, layout.last_S, layout.num_queries, query_block, key_block)
     partial, full = _block_table(tiles.by_query, tiles.by_key.num_rows)
-    first_S, last_S = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (layout.first_S, layout.last_S))
+    first_S, last_S = (to_device(x.astype(np.int32), device) for x in (layout.first_S, layout.last_S))
     mask = BlockMask.from_kv_blocks(
-        *(torch.from_numpy(x)[None, None].to(device) for x in partial),
-        *(torch.from_numpy(x)[None, None].to(device) for x in full),
+        *(to_device(x, device)[None, None] for x in partial),
+        *(to_device(x, device)[None, None] for x in full),
         BLOCK_SIZE=(query_block, key_block),
         mask_mod=_visible(first_S, last_S),
         seq_lengths=(layout.num_queries, layout.num_keys),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from psrl.runtime.attention.layout import AttentionLayout
+from psrl.runtime.transfer import to_device
 
 
 def reference_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
@@ -27,5 +28,5 @@ def reference_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: Att
 def visible_mask(layout: AttentionLayout, device: torch.device) -> Tensor:
     """[T, S] bool: the mask of ``layout``, dense."""
     query_T1 = torch.arange(layout.num_queries, device=device)[:, None]
-    first_S, last_S = (torch.from_numpy(x).to(device) for x in (layout.first_S, layout.last_S))
+    first_S, last_S = (to_device(x, device) for x in (layout.first_S, layout.last_S))
     return (first_S <= query_T1) & (query_T1 < last_S)

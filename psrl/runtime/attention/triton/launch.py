@@ -18,7 +18,8 @@ from psrl.runtime.attention.block_tiles import BlockTiles, TileList, build_block
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.triton import backward_keys, backward_queries, forward
 from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, split_head_dim
-from psrl.runtime.attention.triton.path import CachedPath, RowTable, to_device
+from psrl.runtime.attention.triton.path import CachedPath, RowTable
+from psrl.runtime.transfer import to_device
 
 MIN_TILES = 4
 """Tiles below which a row is not cut: merging its parts would cost more than running them one after the other."""

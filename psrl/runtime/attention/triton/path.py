@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psrl.errors import UnsupportedError
-from psrl.types import IntArray
+from psrl.runtime.transfer import to_device
 
 ALIGNMENT = 16
 """Bytes. Kernels read rows in units of it."""
@@ -84,9 +84,3 @@ def row_table(blocks: Sequence[Tensor]) -> RowTable:
         head_dim,
         like.dtype,
     )
-
-
-def to_device(array: IntArray | np.ndarray, device: torch.device) -> Tensor:
-    """A copy on ``device``; to a GPU through pinned memory, so that the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
