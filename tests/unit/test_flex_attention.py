@@ -15,9 +15,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """The device mode, which an earlier test of this process may have switched on, compiles nothing at run time."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 def dense_blocks(layout, query_block, key_block):
