@@ -109,6 +109,8 @@ def _check_targets(plan: ExecutionPlan, batch: SampleBatch, visible: dict[int, I
     _require(len(targets) == len(edges.target_edges_M), "number of targets")
     _require((edges.target_positions_M == targets - 1).all(), "positions of targets")
     sample_M = np.searchsorted(batch.cu_seqlens, targets, side="right") - 1
+    extra_N = None if batch.extra_inputs_NK is None else batch.extra_inputs_NK.tolist()
+    extra_of: dict[int, list[int]] = {}
     _require((np.diff(edges.cu_targets) == np.bincount(sample_M, minlength=batch.num_samples)).all(), "cu_targets")
     for target, sample, edge in zip(targets.tolist(), sample_M.tolist(), edges.target_edges_M.tolist(), strict=True):
         where = f"target {target} of sample {sample}"
@@ -119,6 +121,9 @@ def _check_targets(plan: ExecutionPlan, batch: SampleBatch, visible: dict[int, I
         same_length = len(seen) == target - start
         _require(same_length and (plan.token_ids_U[seen] == batch.token_ids_N[start:target]).all(), f"{where}: prefix")
         _require((plan.position_ids_U[seen] == batch.position_ids_N[start:target]).all(), f"{where}: positions")
+        if extra_N is not None:
+            pairs = zip(seen.tolist(), extra_N[start:target], strict=True)
+            _require(all(extra_of.setdefault(token, x) == x for token, x in pairs), f"{where}: extra inputs")
 
 
 def _executions(plan: ExecutionPlan) -> Iterable[tuple[MicroBatch, bool]]:

@@ -74,8 +74,11 @@ def token_keys(batch: SampleBatch) -> IntArray:
     keys = (batch.position_ids_N << 32) | batch.token_ids_N
     if batch.extra_inputs_NK is None:
         return keys
-    _, dense = np.unique(np.column_stack([keys, batch.extra_inputs_NK]), axis=0, return_inverse=True)
-    return np.ravel(dense).astype(np.int64)
+    for column in batch.extra_inputs_NK.T:
+        _, ranks = np.unique(keys, return_inverse=True)
+        values, extra = np.unique(column, return_inverse=True)
+        keys = np.ravel(ranks).astype(np.int64) * len(values) + np.ravel(extra)
+    return keys
 
 
 def build_tree(batch: SampleBatch) -> PrefixTree:

@@ -30,6 +30,7 @@ from psrl.errors import PlanError
 from psrl.runtime.attention import AttentionLayout
 from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
 from psrl.runtime.outputs import RowChunk, row_chunks
+from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.routing import RouterLoads, RouterPass
 from psrl.runtime.transfer import to_device
 from psrl.types import ExecutionPlan, FloatArray, IntArray, MicroBatch
@@ -67,6 +68,8 @@ class BoundMicroBatch:
     """Rows whose logits may exist at a time."""
     token_weights_T: Tensor | None
     """Samples that each token stands for, 0 for padding; None where the session does not count them."""
+    unique_T: Tensor | None = None
+    """Unique token that each token is, -1 for padding; None where the session has no routes."""
     context: ContextPart | None = None
     """None where this rank computes the whole micro-batch."""
 
@@ -90,6 +93,8 @@ class Execution:
     attention_backend: str
     router: RouterPass | None = None
     """For expert routers with losses or statistics."""
+    routes: TokenRoutes | None = None
+    """For expert routers that replay or record."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class Session:
         attention_backend: str,
         token_multiple: int = 1,
         router: RouterSamples | None = None,
+        routes: TokenRoutes | None = None,
         context: ContextRank | None = None,
         max_logit_rows: int | None = None,
     ) -> None:
@@ -126,6 +132,7 @@ class Session:
             token_multiple: micro-batches are padded to a multiple of it (sequence and context parallelism split them
                 evenly).
             router: what routers with losses or statistics have to know of the samples.
+            routes: experts that routers replay, or record; None: neither.
             context: ranks that share micro-batches; None: this one alone.
             max_logit_rows: most rows of logits at a time; None: all of a micro-batch.
         """
@@ -138,6 +145,7 @@ class Session:
         self._token_multiple = token_multiple
         self._max_logit_rows = max_logit_rows
         self._router = router
+        self._routes = routes
         self._bound: dict[int, BoundMicroBatch] = {}
 
     def execution(self, index: int, *, chunk: int = 0, backward: bool, router_scale: float = 1.0) -> Execution:
@@ -151,7 +159,7 @@ class Session:
             router = RouterPass(
                 self._router.loads, self._router.num_tokens, self._router.is_counting and not backward, router_scale
             )
-        return Execution(self._bind(index), self.caches[chunk], backward, self.attention_backend, router)
+        return Execution(self._bind(index), self.caches[chunk], backward, self.attention_backend, router, self._routes)
 
     @property
     def peak_cache_bytes(self) -> int:
@@ -206,6 +214,7 @@ class Session:
             edge_labels_e=self._label_E[edges] if context is None else self._label_E[edges[context.edges_e]],
             row_chunks=row_chunks(part.edge_rows_e, num_rows, self._max_logit_rows or num_rows),
             token_weights_T=self._token_weights(mb, part, num_tokens),
+            unique_T=None if self._routes is None else self._local(tokens, part, num_tokens, padding=-1),
             context=context,
         )
         return bound
@@ -225,10 +234,10 @@ class Session:
             return None
         return self._local(self._tensor(self._router.token_counts_U[mb.tokens_T]), part, num_tokens)
 
-    def _local(self, values: Tensor, part: LocalPart, num_tokens: int) -> Tensor:
-        """A value for each of this rank's tokens, 0 for padding, from those of the micro-batch's tokens."""
+    def _local(self, values: Tensor, part: LocalPart, num_tokens: int, padding: int = 0) -> Tensor:
+        """A value for each of this rank's tokens, ``padding`` for padding, from those of the micro-batch's tokens."""
         if len(values) < num_tokens:
-            values = torch.cat([values, values.new_zeros(num_tokens - len(values))])
+            values = torch.cat([values, values.new_full((num_tokens - len(values),), padding)])
         return values if self._context is None else values[self._tensor(part.tokens_t)]
 
 

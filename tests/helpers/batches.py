@@ -26,6 +26,8 @@ class Row:
     """Further per-target fields, e.g. ``ref_log_prob``, ``values``, ``returns``."""
     position_ids: list[int] | None = None
     uid: str = "g0"
+    routed_experts: torch.Tensor | None = None
+    """[tokens, layers, experts of a token], all rows of a batch or none; then routes are replayed."""
 
 
 def random_rows(num_rows: int = 6, vocab: int = 128, max_prompt: int = 8, max_response: int = 10, seed: int = 0):
@@ -97,6 +99,10 @@ def batch_tensordict(
             full = torch.zeros(len(mask), dtype=dtype)
             full[mask.bool()] = torch.tensor(values, dtype=dtype)
             add(key, full)
+        if row.routed_experts is not None:
+            add("routed_experts", row.routed_experts)
+    if "routed_experts" in columns:
+        non_tensors = {"enable_routing_replay": True, **non_tensors}
     batch = TensorDict({key: nested(value) for key, value in columns.items()}, batch_size=[len(rows)])
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(rows)).clone()
     batch["temperature"] = temperatures

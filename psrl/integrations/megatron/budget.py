@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+
+from psrl.integrations.megatron.passes import replica_groups
 
 
 def agreed_budget(budget_bytes: int | None, num_layers: int, device: torch.device) -> int | None:
@@ -20,8 +19,7 @@ def agreed_budget(budget_bytes: int | None, num_layers: int, device: torch.devic
         num_layers: attention layers that this rank plans with, at least 1.
         device: of the collective's tensor.
     """
-    groups: list[Any] = [mpu.get_model_parallel_group(), mpu.get_context_parallel_group()]
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    groups = replica_groups()
     if budget_bytes is None or not groups:
         return budget_bytes
     least = torch.tensor(budget_bytes // num_layers, device=device)

@@ -173,3 +173,9 @@ def shared_plan_group() -> Any:
     """Ranks of a pipeline stage that hold parts of the same micro-batches, None for a single rank."""
     group: Any = mpu.get_tensor_and_context_parallel_group()
     return group if group.size() > 1 else None
+
+
+def replica_groups() -> list[Any]:
+    """Groups of more than one rank that together hold one replica: its stages, and those that split its tokens."""
+    groups: list[Any] = [mpu.get_model_parallel_group(), mpu.get_context_parallel_group()]
+    return [group for group in groups if group.size() > 1]

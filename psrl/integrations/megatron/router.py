@@ -1,12 +1,14 @@
 """An expert router for shared prefixes: balancing losses and statistics of the samples, not of the unique tokens.
 
 A token counts as often as samples hold it; padding and dummy micro-batches do not count. Pass 1 changes nothing.
+Routes are replayed and recorded by unique token, see ``runtime/routes.py``.
 
-Shape legend: T tokens of a micro-batch on this rank, X experts.
+Shape legend: T tokens of a micro-batch on this rank, X experts, K experts of a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,19 +18,28 @@ from megatron.core.transformer.moe.moe_utils import (
     save_to_aux_losses_tracker,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
+from torch import Tensor, nn
 
 from psrl.errors import PlanError
-from psrl.integrations.megatron.router_options import uses_statistics
+from psrl.integrations.megatron.router_options import replays_routes, uses_statistics
 from psrl.runtime.routing import RouterPass
 from psrl.runtime.session import layer_execution
 
+_ROUTING = TopKRouter.routing
+"""Megatron-Core's. An engine with router replay replaces it for the whole process by a copy that counts experts' tokens
+for biases without asking ``_apply_expert_bias`` (verl/utils/megatron/router_replay_patch.py, ``patched_routing``)."""
+
 
 class PrefixRouter(TopKRouter):
-    """Stands where TopKRouter would, with the same parameters and routes."""
+    """Stands where TopKRouter would, with the same parameters and, unless they are replayed, the same routes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if replays_routes(self.config):
+            self.router_replay = RouteExchange(self)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        probs, routing_map = super().routing(logits, padding_mask)
+        probs, routing_map = _ROUTING(self, logits, padding_mask)
         if uses_statistics(self.config):
             router_pass, weights_T = self._pass()
             if router_pass.is_counting and router_pass.loads is not None:
@@ -36,7 +47,7 @@ class PrefixRouter(TopKRouter):
                 map_TX, _ = compute_routing_scores_for_aux_loss(
                     flat, self.topk, self.score_function, fused=self.config.moe_router_fusion
                 )
-                router_pass.loads.add(self._layer(), weights_T, map_TX)
+                router_pass.loads.add(self.layer(), weights_T, map_TX)
         return probs, routing_map
 
     def _apply_aux_loss(
@@ -53,7 +64,7 @@ class PrefixRouter(TopKRouter):
         router_pass, weights_T = self._pass()
         assert router_pass.loads is not None
         total = router_pass.num_tokens
-        loads_X = router_pass.loads.tokens_per_expert_X[self._layer()].to(scores_for_aux_loss.dtype)
+        loads_X = router_pass.loads.tokens_per_expert_X[self.layer()].to(scores_for_aux_loss.dtype)
         per_expert_X = weights_T.to(scores_for_aux_loss.dtype) @ scores_for_aux_loss
         loss = (loads_X * per_expert_X).sum() * (coeff * len(loads_X) / (self.topk * total * total))
         self._log("load_balancing_loss", loss / coeff, reduce_group=self.tp_cp_group)
@@ -85,13 +96,60 @@ class PrefixRouter(TopKRouter):
         weights = execution.micro_batch.token_weights_T
         if execution.router is None or weights is None:
             raise PlanError("a router with losses or statistics was called without the samples' token counts")
-        if self.config.sequence_parallel:
-            weights = weights.chunk(self.tp_group.size())[self.tp_group.rank()]
-        return execution.router, weights
+        return execution.router, self.own(weights)
 
-    def _layer(self) -> int:
+    def own(self, values_T: Tensor) -> Tensor:
+        """Of one value for each of the rank's tokens, those that this router sees."""
+        if self.config.sequence_parallel:
+            return values_T.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return values_T
+
+    def layer(self) -> int:
+        """Number of its layer, from 1."""
         assert self.layer_number is not None
         return self.layer_number
 
     def _log(self, name: str, value: Tensor, **groups: Any) -> None:
-        save_to_aux_losses_tracker(name, value, self._layer(), self.config.num_layers, **groups)
+        save_to_aux_losses_tracker(name, value, self.layer(), self.config.num_layers, **groups)
+
+
+class RouteExchange:
+    """Stands where Megatron-Core's RouterReplay would: which experts a layer's tokens go to, for one router.
+
+    The micro-batch is that of the attention before it, so a recomputed forward replays what the first one did.
+    """
+
+    def __init__(self, router: PrefixRouter) -> None:
+        self._router = router
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [T, K] of the chosen experts and the experts [T, K], from scores [T, X].
+
+        Args:
+            default_compute_topk: the router's own choice.
+        """
+        assert default_compute_topk is not None
+        native_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        execution = layer_execution()
+        routes, unique = execution.routes, execution.micro_batch.unique_T
+        if routes is None or unique is None:
+            return native_TK
+        layer, unique_T = self._router.layer(), self._router.own(unique)
+        if routes.is_recording:
+            routes.add(layer, unique_T, native_TK[1])
+            return native_TK
+        replayed_TK = routes.of(layer, unique_T)
+        experts_TK = torch.where(replayed_TK < 0, native_TK[1], replayed_TK)
+        return scores.gather(1, experts_TK), experts_TK
+
+
+def expert_layers(chunks: Iterable[nn.Module]) -> tuple[int, ...]:
+    """Numbers of the layers, from 1, that have a router, in the model chunks of this rank."""
+    return tuple(m.layer() for chunk in chunks for m in chunk.modules() if isinstance(m, PrefixRouter))

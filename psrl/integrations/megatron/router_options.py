@@ -16,3 +16,8 @@ def needs_loads(config: Any) -> bool:
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
     return any(kind == "aux_loss" and coeff > 0 for kind, coeff in zip(kinds, coefficients, strict=True))
+
+
+def replays_routes(config: Any) -> bool:
+    """Whether routers may be told which experts to use, or be asked which they used."""
+    return bool(config.moe_enable_routing_replay)

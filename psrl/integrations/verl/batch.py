@@ -20,7 +20,6 @@ _REFUSED_FLAGS = {
     "calculate_sum_pi_squared": "calculate_sum_pi_squared (optimal_token_baseline)",
     "distillation_use_topk": "distillation",
     "distillation_only": "distillation",
-    "enable_routing_replay": "router_replay",
 }
 
 

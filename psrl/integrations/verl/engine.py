@@ -27,14 +27,17 @@ from psrl.integrations.megatron.core_attention import number_cache_layers, share
 from psrl.integrations.megatron.output_layer import PostponedOutputLayer, select_output_rows
 from psrl.integrations.megatron.passes import context_rank, token_multiple, vocab_shard_group
 from psrl.integrations.megatron.positions import rotate_by_position
+from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import model_shape
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
+from psrl.integrations.verl.routes import take_routes
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
+from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
 from psrl.tree import PrefixTree
 from psrl.types import ExecutionPlan, SampleBatch
@@ -57,6 +60,8 @@ class PrefixSharingMixin(_Engine):
     chunk_layers: tuple[int, ...] = ()
     """Attention layers of each model chunk of this rank."""
     _output_layer: PostponedOutputLayer | None = None
+    expert_layers: tuple[int, ...] = ()
+    """Numbers, from 1, of this rank's layers with experts."""
 
     @property
     def psrl_config(self) -> PSRLConfig:
@@ -75,6 +80,7 @@ class PrefixSharingMixin(_Engine):
             if chunk.post_process:
                 self._prepare_output_layer(chunk.get_submodule("output_layer"))
         self.chunk_layers = number_cache_layers(chunks)
+        self.expert_layers = expert_layers(chunks)
         return module
 
     def _prepare_output_layer(self, layer: nn.Module) -> None:
@@ -101,9 +107,10 @@ class PrefixSharingMixin(_Engine):
         if not self.psrl_config.enable:
             # Upstream's own infer_batch passes None here (base.py).
             return super().forward_backward_batch(data, loss_function, forward_only)  # pyright: ignore[reportArgumentType]
+        data, routes = take_routes(data, self.engine_config.router_replay.mode, forward_only=forward_only)
         data = data.to(get_device_id())
         self._assign_normalizers(data)
-        run = MiniBatchRun(self, data, loss_function)
+        run = MiniBatchRun(self, data, loss_function, routes)
         output = run.forward() if forward_only else run.update()
         self.last_report = run.report()
         return output
@@ -160,7 +167,9 @@ class PrefixSharingMixin(_Engine):
         """Whether an update begins with a forward over all tokens that counts every expert's load."""
         return bool(self.tf_config.num_moe_experts) and needs_loads(self.tf_config)
 
-    def new_session(self, plan: ExecutionPlan, router: RouterSamples | None) -> Session:
+    def new_session(
+        self, plan: ExecutionPlan, router: RouterSamples | None, routes: TokenRoutes | None = None
+    ) -> Session:
         return Session(
             plan,
             chunk_layers=self.chunk_layers,
@@ -168,6 +177,7 @@ class PrefixSharingMixin(_Engine):
             attention_backend=self.psrl_config.attention_backend,
             token_multiple=token_multiple(self.tf_config),
             router=router,
+            routes=routes,
             context=context_rank(),
             max_logit_rows=self.psrl_config.max_logit_rows,
         )

@@ -17,10 +17,13 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
-from psrl.integrations.megatron.passes import run_plan, shared_plan_group
+from psrl.integrations.megatron.passes import replica_groups, run_plan, shared_plan_group
 from psrl.integrations.verl.batch import RowSelector, samples_from_tensordict
 from psrl.integrations.verl.loss_scope import log_extra_forward, resolve_loss_scope
+from psrl.integrations.verl.routes import FIELD, RouteTask, replayed_routes, sample_experts
+from psrl.routes import share_last_tokens, unique_experts, with_routes
 from psrl.runtime.loss import LossLedger
+from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.routing import RouterLoads
 from psrl.runtime.session import BoundMicroBatch, RouterSamples
 from psrl.tree import PrefixTree, build_tree
@@ -47,14 +50,17 @@ class BatchReport:
 class MiniBatchRun:
     """Plans and runs one mini-batch. Use once: ``forward`` or ``update``, then ``report``."""
 
-    def __init__(self, engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None) -> None:
+    def __init__(
+        self, engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None, routes: RouteTask
+    ) -> None:
         self._start = time.perf_counter()
         self._engine, self._loss_function = engine, loss_function
         self._rows = RowSelector(data)
         self._samples = samples_from_tensordict(data)
+        self._route_task = routes
         self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
-        self._planning_seconds = 0.0
+        self._planning_seconds = self._join_routes()
         self._kv_bytes_measured = 0
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
@@ -66,7 +72,12 @@ class MiniBatchRun:
         loss = 1.0
         if self._loss_function is not None and _has_outputs():
             loss = float(self._evaluate(None, ledger.sample_outputs()))
-        return self._output(ledger, loss)
+        output = self._output(ledger, loss)
+        if self._route_task.is_recording:
+            experts = self._recorded_experts()
+            if output:
+                output["model_output"][FIELD] = experts
+        return output
 
     def update(self) -> dict[str, Any]:
         """Outputs, loss and metrics of all samples; adds the loss's gradients to the parameters.
@@ -135,7 +146,7 @@ class MiniBatchRun:
 
     def _run(self, plan: ExecutionPlan, on_edges: Callable[[BoundMicroBatch, dict[str, Tensor]], Tensor]) -> None:
         engine = self._engine
-        session = engine.new_session(plan, self._router_samples(plan))
+        session = engine.new_session(plan, self._router_samples(plan), self._token_routes)
 
         def on_output(micro_batch: BoundMicroBatch, output: Tensor, backward: bool) -> Tensor:
             outputs = engine.micro_batch_outputs(micro_batch, output, self._with_entropy)
@@ -152,6 +163,37 @@ class MiniBatchRun:
         token_counts_U = np.bincount(self._tree.index_N)  # samples that hold each unique token
         return RouterSamples(token_counts_U, self._samples.num_tokens, self._loads, is_counting=plan.forward_only)
 
+    # --------------------------------------------------------------------------------------------------- routes
+    def _join_routes(self) -> float:
+        """Make replayed routes part of the samples' prefixes. Returns the seconds it took."""
+        start = time.perf_counter()
+        self._routes = replayed_routes(self._route_task, self._rows.data, self._samples, self._engine.tf_config)
+        if self._routes is None:
+            return 0.0
+        if not self._engine.has_router_statistics:
+            self._routes = share_last_tokens(self._samples, self._routes)
+        self._samples = with_routes(self._samples, self._routes)
+        return time.perf_counter() - start
+
+    @cached_property
+    def _token_routes(self) -> TokenRoutes | None:
+        """For all plans of the mini-batch: they have the same unique tokens."""
+        layers, device = self._engine.expert_layers, torch.device(get_device_id())
+        if self._route_task.is_recording:
+            return TokenRoutes.recording(
+                (self._tree.num_tokens, self._engine.tf_config.moe_router_topk), layers, device
+            )
+        if self._routes is None:
+            return None
+        return TokenRoutes.replaying(unique_experts(self._routes, self._tree), layers, device)
+
+    def _recorded_experts(self) -> Tensor:
+        """Collective over the ranks of the replica."""
+        assert self._token_routes is not None
+        experts_ULK = self._token_routes.joined(self._engine.tf_config.num_layers, replica_groups())
+        return sample_experts(experts_ULK, self._tree.index_N, self._samples.cu_seqlens)
+
+    # ----------------------------------------------------------------------------------------------------- plans
     @cached_property
     def _tree(self) -> PrefixTree:
         """Of the mini-batch, for all of its plans."""

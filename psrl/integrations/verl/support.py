@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from psrl.errors import UnsupportedError
-from psrl.integrations.megatron.router_options import uses_statistics
+from psrl.integrations.megatron.router_options import replays_routes, uses_statistics
 
 SUPPORTED_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of Hugging Face configurations that are tested."""
@@ -75,7 +75,9 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
         UnsupportedError: names the first option that rules out sharing, and the way out.
     """
     check_model(model_config.hf_config)
-    for refusals in (engine_refusals(engine_config), _model(model_config), _transformer(tf_config)):
+    for refusals in (
+        engine_refusals(engine_config), _model(model_config), _transformer(tf_config), _replay(tf_config, engine_config)
+    ):  # fmt: skip
         for refusal in refusals:
             raise UnsupportedError(
                 f"{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
@@ -103,8 +105,6 @@ def engine_refusals(config: Any) -> Iterator[Refusal]:
         yield Refusal("use_megatron_fsdp", True, "not built yet", "set it to False")
     if config.pad_to_length:
         yield Refusal("pad_to_length", True, "a micro-batch holds the tokens of its plan only", "set it to False")
-    if config.router_replay.mode != "disabled":
-        yield Refusal("router_replay.mode", config.router_replay.mode, "routes belong to samples", "set it to disabled")
     if config.qat.enable:
         yield Refusal("qat.enable", True, "not built yet", "set it to False")
 
@@ -167,13 +167,29 @@ def _experts(config: Any) -> Iterator[Refusal]:
         ("moe_expert_capacity_factor", "which tokens are dropped depends on their micro-batch"),
         ("moe_input_jitter_eps", _ONE_SAMPLE),
         ("moe_router_force_load_balancing", _ONE_SAMPLE),
-        ("moe_enable_routing_replay", "routes belong to samples"),
     ):
         if getattr(config, name, None):
             yield Refusal(key + name, getattr(config, name), reason, "leave it unset")
     rerun = {"moe", "mlp"} & set(getattr(config, "recompute_modules", None) or ())
-    if getattr(config, "recompute_granularity", None) == "selective" and rerun and uses_statistics(config):
+    knows_tokens = uses_statistics(config) or replays_routes(config)
+    if getattr(config, "recompute_granularity", None) == "selective" and rerun and knows_tokens:
         yield Refusal(
-            key + "recompute_modules", sorted(rerun), "routers with losses or statistics are rerun without attention",
+            key + "recompute_modules", sorted(rerun),
+            "routers with losses, statistics or replayed routes are rerun without attention",
             "recompute core_attn or whole layers",
         )  # fmt: skip
+
+
+def _replay(config: Any, engine: Any) -> Iterator[Refusal]:
+    """Router replay. The engine sets ``moe_enable_routing_replay`` where its mode asks for it."""
+    key, mode = "override_transformer_config.", engine.router_replay.mode
+    if mode == "disabled":
+        if replays_routes(config):
+            yield Refusal(
+                key + "moe_enable_routing_replay", True, "routes come with the samples",
+                "set router_replay.mode to R2 or R3 and leave it unset",
+            )  # fmt: skip
+    elif not getattr(config, "num_moe_experts", None):
+        yield Refusal("router_replay.mode", mode, "the model has no experts", "set it to disabled")
+    elif config.moe_router_fusion:
+        yield Refusal(key + "moe_router_fusion", True, "the fused router takes no routes", "set it to False")

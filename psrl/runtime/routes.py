@@ -1,0 +1,88 @@
+"""Experts of a session's tokens that routers replay, or record.
+
+Shape legend: U unique tokens of the plan, T tokens of a micro-batch that a router of this rank sees, L layers of the
+model, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from psrl.errors import PlanError
+from psrl.routes import NATIVE, ExpertArray
+
+
+class TokenRoutes:
+    """Experts of every unique token in the expert layers of this rank. ``add`` mutates it."""
+
+    def __init__(
+        self, experts_UK: dict[int, Tensor], size: tuple[int, int], device: torch.device, *, is_recording: bool
+    ) -> None:
+        """
+        Args:
+            experts_UK: int16, by layer number (from 1); ``NATIVE`` where the router decides, or is not recorded yet.
+            size: U and K.
+        """
+        self._experts_UK, self._size, self._device = experts_UK, size, device
+        self.is_recording = is_recording
+
+    @classmethod
+    def replaying(cls, experts_ULK: ExpertArray, layers: Sequence[int], device: torch.device) -> TokenRoutes:
+        """
+        Args:
+            layers: numbers of this rank's expert layers.
+        """
+        num_tokens, _, topk = experts_ULK.shape
+        by_layer = {layer: torch.from_numpy(experts_ULK[:, layer - 1].copy()).to(device) for layer in layers}
+        return cls(by_layer, (num_tokens, topk), device, is_recording=False)
+
+    @classmethod
+    def recording(cls, size: tuple[int, int], layers: Sequence[int], device: torch.device) -> TokenRoutes:
+        """
+        Args:
+            size: U and K.
+            layers: numbers of this rank's expert layers.
+        """
+        by_layer = {layer: torch.full(size, NATIVE, dtype=torch.int16, device=device) for layer in layers}
+        return cls(by_layer, size, device, is_recording=True)
+
+    def of(self, layer: int, unique_T: Tensor) -> Tensor:
+        """[T, K] experts, ``NATIVE`` where the router decides.
+
+        Args:
+            unique_T: unique tokens, -1 for padding.
+        """
+        return self._experts_UK[layer][unique_T].long().masked_fill((unique_T < 0).unsqueeze(-1), NATIVE)
+
+    def add(self, layer: int, unique_T: Tensor, experts_TK: Tensor) -> None:
+        """Record experts; those of padding (-1) are dropped."""
+        known = self._experts_UK[layer]
+        is_token_T = unique_T >= 0
+        known[unique_T[is_token_T]] = experts_TK[is_token_T].to(known.dtype)
+
+    def joined(self, num_layers: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+        """[U, L, K] int16 on the host: what all ranks have recorded. Collective over every group in turn.
+
+        Args:
+            groups: ranks with other layers (pipeline stages) or other tokens (sequence and context parallel).
+
+        Raises:
+            PlanError: a token has no route in some layer.
+        """
+        num_tokens, topk = self._size
+        out_ULK = torch.empty((num_tokens, num_layers, topk), dtype=torch.int16)
+        for index in range(num_layers):
+            own_UK = self._experts_UK.get(index + 1)
+            if own_UK is None:
+                own_UK = torch.full(self._size, NATIVE, device=self._device)
+            experts_UK = own_UK.int()  # neither gloo nor NCCL takes int16
+            for group in groups:
+                dist.all_reduce(experts_UK, op=dist.ReduceOp.MAX, group=group)
+            if int(experts_UK.min()) == NATIVE:
+                raise PlanError(f"layer {index + 1}: the experts of some tokens were not recorded")
+            out_ULK[:, index] = experts_UK
+        return out_ULK
