@@ -43,7 +43,7 @@ def number_routes(experts_NLK: ExpertArray, is_replayed_N: BoolArray) -> SampleR
     """
     num_layers, topk = experts_NLK.shape[1:]
     replayed = np.sort(experts_NLK[is_replayed_N], axis=-1)
-    first_R, dense = equal_rows(replayed.reshape(len(replayed), num_layers * topk))
+    first_R, dense = equal_rows(np.reshape(replayed, (len(replayed), num_layers * topk)))
     ids_N = np.full(len(experts_NLK), NATIVE, dtype=np.int64)
     ids_N[is_replayed_N] = dense
     return SampleRoutes(ids_N, replayed[first_R])
@@ -69,7 +69,7 @@ def share_last_tokens(batch: SampleBatch, routes: SampleRoutes) -> SampleRoutes:
     known: dict[tuple[int, int, int], int] = {}
     for token in np.flatnonzero((ids_U != NATIVE) & np.isin(tree.parent_U, parents)).tolist():
         known.setdefault(_place(tree, token), int(ids_U[token]))
-    ids_N = routes.ids_N.copy()
+    ids_N = np.copy(routes.ids_N)
     for position, token in zip(last_S.tolist(), tree.index_N[last_S].tolist(), strict=True):
         if tree.end_U[token] == token + 1:  # no other sample goes on from it
             ids_N[position] = known.get(_place(tree, token), NATIVE)
@@ -120,11 +120,14 @@ def equal_rows(rows: NDArray[np.int16], hash_rows: HashRows | None = None) -> tu
 
 def _words(rows: NDArray[np.int16]) -> NDArray[np.uint64]:
     """The rows, filled up with zeros, four numbers a word."""
-    padded = np.zeros((len(rows), -(-rows.shape[1] // 4) * 4), dtype=np.int16)
+    num_words = -(-rows.shape[1] // 4)
+    padded = np.zeros((len(rows), 4 * num_words), dtype=np.int16)
     padded[:, : rows.shape[1]] = rows
-    return padded.view(np.uint64)
+    flat: NDArray[np.uint64] = np.frombuffer(padded.tobytes(), dtype=np.uint64)
+    return np.reshape(flat, (len(rows), num_words))
 
 
 def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64) * 2 + 1
-    return words @ factors.astype(np.uint64)
+    """A polynomial in an odd number, modulo 2^64."""
+    factors: NDArray[np.uint64] = np.cumprod(np.full(words.shape[1], 0x9E3779B97F4A7C15, dtype=np.uint64))
+    return words @ factors

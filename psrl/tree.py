@@ -74,9 +74,9 @@ def token_keys(batch: SampleBatch) -> IntArray:
     keys = (batch.position_ids_N << 32) | batch.token_ids_N
     if batch.extra_inputs_NK is None:
         return keys
-    for column in batch.extra_inputs_NK.T:
+    for k in range(batch.extra_inputs_NK.shape[1]):
         _, ranks = np.unique(keys, return_inverse=True)
-        values, extra = np.unique(column, return_inverse=True)
+        values, extra = np.unique(batch.extra_inputs_NK[:, k], return_inverse=True)
         keys = np.ravel(ranks).astype(np.int64) * len(values) + np.ravel(extra)
     return keys
 

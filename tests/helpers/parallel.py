@@ -58,6 +58,8 @@ class Job:
     lr: float = 1e-2
     expert_bias: bool = False
     """The checkpoint has biases of routers (``EXPERT_BIAS``); they are exported among the gradients."""
+    record: bool = False
+    """Also record the routes of the rows, in a forward with the first budget."""
 
     @property
     def rows(self) -> list[Row]:
@@ -80,6 +82,8 @@ class RankResult:
     reports: dict[int, Any]
     router_losses: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """By budget: what Megatron-Core logs of experts' losses, per layer; parts of it on tensor-parallel ranks."""
+    routes: list[torch.Tensor] = field(default_factory=list)
+    """Recorded, per row; empty on stages without outputs."""
 
 
 def run_job(job: Job, layout: Layout) -> RankResult:
@@ -105,6 +109,8 @@ def _run(job: Job, worker: Any) -> RankResult:
         _update(worker, job, rows, budget, result)
         tracked = get_moe_layer_wise_logging_tracker()
         result.router_losses[budget] = {name: entry["values"].clone() for name, entry in tracked.items()}
+    if job.record:
+        _record(engine, job, rows, result)
     if job.kv_share is not None:
         budget = job.budgets[0]
         limit = int(result.reports[budget].stats.kv_bytes_peak * job.kv_share)
@@ -185,6 +191,19 @@ def _update(worker: Any, job: Job, rows: Sequence[Row], budget: int, result: Ran
         result.losses[key] = float(sum(output["loss"]))
 
 
+def _record(engine: Any, job: Job, rows: Sequence[Row], result: RankResult) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from tests.helpers.routes import without_routes
+
+    batch = _batch(job, without_routes(rows), job.budgets[0])
+    tu.assign_non_tensor(batch, enable_routing_replay=True)
+    with engine.eval_mode():
+        output = engine.infer_batch(batch)
+    if "model_output" in output:
+        result.routes = list(output["model_output"]["routed_experts"].unbind())
+
+
 def _two_steps(worker: Any, job: Job, rows: Sequence[Row], result: RankResult) -> None:
     for _ in range(2):
         worker.train_mini_batch(_batch(job, rows, job.budgets[0]))
@@ -202,7 +221,8 @@ def _model_options(engine: dict[str, Any]) -> dict[str, Any]:
     """What changes the loss, without what belongs to a layout."""
     options = engine.get("override_transformer_config", {})
     kept = {name: value for name, value in options.items() if "pipeline_stage" not in name}
-    return {"override_transformer_config": kept} if kept else {}
+    model = {name: engine[name] for name in ("router_replay",) if name in engine}
+    return {**model, "override_transformer_config": kept} if kept else model
 
 
 def reference(job: Job, key: str) -> RankResult:
@@ -221,6 +241,7 @@ def reference(job: Job, key: str) -> RankResult:
             lr=job.lr,
             engine=_model_options(job.engine),
             expert_bias=job.expert_bias,
+            record=job.record,
         )
         known[key] = run_job(alone, Layout())
     return known[key]

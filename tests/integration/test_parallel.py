@@ -6,11 +6,13 @@ import time
 
 import pytest
 import torch
+from verl.workers.config.engine import EngineRouterReplayConfig
 
 from tests.helpers import Row, make_checkpoint, value_loss_fn
 from tests.helpers.forests import FORESTS, step_rows, wide_rows
 from tests.helpers.parallel import Job, Layout, check_job, reference, run_job
 from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.routes import routed_rows
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
@@ -71,7 +73,7 @@ DENSE = {
 }
 
 
-DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-cp", "tp-ep", "tp-pp-ep")
+DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-cp", "tp-ep", "tp-pp-ep", "pp-ep-full")
 """Cases of the default suite; the others are slow."""
 
 
@@ -119,6 +121,40 @@ MOE = {
 def test_experts(pool, checkpoint, name):
     layout, forest, engine = MOE[name]
     check(pool, layout, forest=forest, checkpoint=checkpoint("qwen3_moe"), engine=engine)
+
+
+ROUTED = {
+    "pp-ep-full": (Layout(pp=2, ep=2), "tree", {"recompute": "full"}),
+    "tp-routes": (Layout(tp=2, ep=2, etp=1), "step", {}),
+    "vpp-ep-waves": (Layout(pp=2, vpp=2, ep=2), "wide", {}),
+    "cp-ep-waves": (Layout(cp=2, ep=2), "wide", {"recompute": "selective"}),
+    "tp-cp-full": (Layout(tp=2, cp=2, ep=2), "degenerate", {"recompute": "full"}),
+    "tp-pp-routes": (Layout(tp=2, pp=2, ep=2, etp=1), "step", {}),
+}
+
+
+@pytest.mark.parametrize("name", cases(ROUTED))
+def test_replayed_and_recorded_routes(pool, checkpoint, name):
+    """Routes that part within samples; R2, so that the same engine records what its routers would do."""
+    layout, forest, engine = ROUTED[name]
+    dp = pool.size // (layout.tp * layout.pp * layout.cp)
+    shares = split(routed_rows(ROWS[forest](), layers=4, parts_at=6), dp)
+    results, want = check(
+        pool,
+        layout,
+        forest=f"routed {forest}",
+        shares=shares,
+        checkpoint=checkpoint("qwen3_moe"),
+        engine={**engine, "router_replay": EngineRouterReplayConfig(mode="R2")},
+        record=True,
+        kv_share=0.8 if "waves" in name else None,
+    )
+    recording = [result for result in results if result.routes]
+    assert {result.dp_rank for result in recording} == set(range(dp))
+    size = len(want.routes) // dp
+    for result in recording:
+        for got, wanted in zip(result.routes, want.routes[result.dp_rank * size :][:size], strict=True):
+            assert torch.equal(got, wanted)
 
 
 @pytest.mark.slow

@@ -75,8 +75,8 @@ def replayed_routes(task: RouteTask, data: TensorDict, samples: SampleBatch, con
     wanted = (config.num_layers, config.moe_router_topk)
     if experts_NLK.shape[1:] != wanted:
         raise InputError(
-            f"{FIELD} has {experts_NLK.shape[1]} layers of {experts_NLK.shape[2]} experts a token, the model {wanted[0]} "
-            f"of {wanted[1]}"
+            f"{FIELD} has {experts_NLK.shape[1]} layers of {experts_NLK.shape[2]} experts a token, the model "
+            f"{wanted[0]} of {wanted[1]}"
         )
     is_replayed_N = _replay_mask(data, samples) if task.is_rollout else np.ones(samples.num_tokens, dtype=bool)
     bad_N = ((experts_NLK < 0) | (experts_NLK >= config.num_moe_experts)).any(axis=(1, 2)) & is_replayed_N
