@@ -49,6 +49,24 @@ def test_parallel_layouts_and_experts_are_supported():
     check_supported(changed(transformer(), **EXPERTS), config, model(experts))
     balanced = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1], "moe_z_loss_coeff": 0.1}
     check_supported(changed(transformer(), **{**EXPERTS, **balanced}), config, model(experts))
+    replaying = {**EXPERTS, "moe_enable_routing_replay": True, "recompute_granularity": "full"}
+    for mode in ("R2", "R3"):
+        engine_config = engine(router_replay=EngineRouterReplayConfig(mode=mode))
+        check_supported(changed(transformer(), **replaying), engine_config, model(experts))
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("moe_router_fusion=True", {"moe_router_fusion": True}),
+        ("recompute_modules=['moe']", {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    ],
+)
+def test_what_rules_out_router_replay(option: str, values: dict):
+    config = changed(transformer(), **{**EXPERTS, "moe_enable_routing_replay": True, **values})
+    with pytest.raises(UnsupportedError) as error:
+        check_supported(config, engine(router_replay=EngineRouterReplayConfig(mode="R3")), model())
+    assert f"override_transformer_config.{option}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,7 @@ def test_transformer_options(option: str, tf_config: dict):
         ("dynamic_context_parallel=True", engine(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)),
         ("use_megatron_fsdp=True", engine(use_megatron_fsdp=True)),
         ("pad_to_length=True", engine(pad_to_length=True)),
-        ("router_replay.mode='R2'", engine(router_replay=EngineRouterReplayConfig(mode="R2"))),
+        ("router_replay.mode='R2' .*no experts", engine(router_replay=EngineRouterReplayConfig(mode="R2"))),
         ("qat.enable=True", engine(qat=QATEngineConfig(enable=True))),
     ],
 )

@@ -86,6 +86,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{A}.megatron.dynamic_context_parallel=true", f"{A}.megatron.dynamic_context_parallel=True rules out"),
         (f"{A}.megatron.use_megatron_fsdp=true", f"{A}.megatron.use_megatron_fsdp=True rules out prefix sharing"),
         (f"{A}.megatron.qat.enable=true", f"{A}.megatron.qat.enable=True rules out prefix sharing"),
+        (f"{A}.megatron.router_replay.mode=R3", f"set {R}.enable_rollout_routing_replay=true"),
         (f"{A}.megatron.vanilla_mbridge=false", f"{A}.megatron.vanilla_mbridge must be true where trainer.device is"),
         ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=8 rules out prefix sharing"),
         ("actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.model.use_remove_padding=False rules"),
@@ -122,6 +123,14 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def test_mistakes_are_named(override, key):
     with pytest.raises(PSRLError, match=key):
         validate_job(compose("cpu_quickstart", override))
+
+
+def test_routes_come_from_the_rollout_or_the_actor():
+    returned = f"{R}.enable_rollout_routing_replay=true"
+    with pytest.raises(ConfigError, match=rf"mode=R2 records routes of its own: set {R}.enable_rollout_routing_replay"):
+        validate_job(compose("cpu_quickstart", returned, f"{A}.megatron.router_replay.mode=R2"))
+    validate_job(compose("cpu_quickstart", f"{A}.megatron.router_replay.mode=R2"))
+    validate_job(compose("cpu_quickstart", returned, f"{A}.megatron.router_replay.mode=R3"))
 
 
 @pytest.mark.parametrize("name", ["record_rollouts", "replay_rollouts"])

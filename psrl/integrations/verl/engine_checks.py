@@ -66,6 +66,24 @@ def check_bridge(get: Get, engines: Iterable[str], device: str) -> None:
             raise ConfigError(f"{key} must be true where trainer.device is cpu: Megatron-Bridge needs a GPU")
 
 
+def check_router_replay(get: Get) -> None:
+    """R3 replays the rollout's routes, R2 those of the actor's old log-probs.
+
+    Raises:
+        ConfigError: the rollout returns routes, or not, against the actor's mode.
+    """
+    key, returns = "actor_rollout_ref.actor.megatron.router_replay", "actor_rollout_ref.rollout"
+    mode, is_returned = (get(key) or {}).get("mode", "disabled"), bool(get(f"{returns}.enable_rollout_routing_replay"))
+    if mode == "R3" and not is_returned:
+        raise ConfigError(
+            f"{key}.mode=R3 replays the rollout's routes: set {returns}.enable_rollout_routing_replay=true"
+        )
+    if mode == "R2" and is_returned:
+        raise ConfigError(
+            f"{key}.mode=R2 records routes of its own: set {returns}.enable_rollout_routing_replay=false, or mode=R3"
+        )
+
+
 def check_token_budgets(get: Get, engines: Iterable[str]) -> None:
     """
     Raises:

@@ -22,6 +22,7 @@ from psrl.integrations.verl.engine_checks import (
     check_dropout,
     check_engine_options,
     check_model_folder,
+    check_router_replay,
     check_token_budgets,
 )
 
@@ -214,6 +215,7 @@ def _check_engines(job: _Job) -> None:
     if job.settings.enable:
         check_dropout(job.get, job.engines())
         check_engine_options(job.get, job.engines())
+        check_router_replay(job.get)
 
 
 def _check_budget(job: _Job) -> None:
