@@ -41,12 +41,15 @@ def number_routes(experts_NLK: ExpertArray, is_replayed_N: BoolArray) -> SampleR
     Args:
         is_replayed_N: where the experts count; other tokens are ``NATIVE``.
     """
-    num_layers, topk = experts_NLK.shape[1:]
-    replayed = np.sort(experts_NLK[is_replayed_N], axis=-1)
-    first_R, dense = equal_rows(np.reshape(replayed, (len(replayed), num_layers * topk)))
+    replayed = experts_NLK if is_replayed_N.all() else experts_NLK[is_replayed_N]
+    width = replayed.shape[1] * replayed.shape[2]
+    # As they are listed first, then as sets: sorting the few that differ is cheaper than sorting all.
+    first, listed = equal_rows(np.reshape(replayed, (len(replayed), width)))
+    sets = np.sort(replayed[first], axis=-1)
+    first_R, ids = equal_rows(np.reshape(sets, (len(sets), width)))
     ids_N = np.full(len(experts_NLK), NATIVE, dtype=np.int64)
-    ids_N[is_replayed_N] = dense
-    return SampleRoutes(ids_N, replayed[first_R])
+    ids_N[is_replayed_N] = ids[listed]
+    return SampleRoutes(ids_N, sets[first_R])
 
 
 def with_routes(batch: SampleBatch, routes: SampleRoutes) -> SampleBatch:
@@ -121,9 +124,11 @@ def equal_rows(rows: NDArray[np.int16], hash_rows: HashRows | None = None) -> tu
 def _words(rows: NDArray[np.int16]) -> NDArray[np.uint64]:
     """The rows, filled up with zeros, four numbers a word."""
     num_words = -(-rows.shape[1] // 4)
-    padded = np.zeros((len(rows), 4 * num_words), dtype=np.int16)
-    padded[:, : rows.shape[1]] = rows
-    flat: NDArray[np.uint64] = np.frombuffer(padded.tobytes(), dtype=np.uint64)
+    if rows.shape[1] % 4:
+        padded = np.zeros((len(rows), 4 * num_words), dtype=np.int16)
+        padded[:, : rows.shape[1]] = rows
+        rows = padded
+    flat: NDArray[np.uint64] = np.frombuffer(np.ascontiguousarray(rows), dtype=np.uint64)
     return np.reshape(flat, (len(rows), num_words))
 
 

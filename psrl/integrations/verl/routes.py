@@ -79,15 +79,16 @@ def replayed_routes(task: RouteTask, data: TensorDict, samples: SampleBatch, con
             f"{wanted[0]} of {wanted[1]}"
         )
     is_replayed_N = _replay_mask(data, samples) if task.is_rollout else np.ones(samples.num_tokens, dtype=bool)
-    bad_N = ((experts_NLK < 0) | (experts_NLK >= config.num_moe_experts)).any(axis=(1, 2)) & is_replayed_N
-    if bad_N.any():
-        position = int(np.argmax(bad_N))
+    routes = number_routes(experts_NLK, is_replayed_N)
+    bad_R = ((routes.table_RLK < 0) | (routes.table_RLK >= config.num_moe_experts)).any(axis=(1, 2))
+    if bad_R.any():
+        position = int(np.argmax(np.isin(routes.ids_N, np.flatnonzero(bad_R))))
         sample = int(np.searchsorted(samples.cu_seqlens, position, side="right")) - 1
         raise InputError(
             f"{FIELD}: token {position - samples.cu_seqlens[sample]} of sample {sample} goes to an expert that is none "
             f"of the model's {config.num_moe_experts}"
         )
-    return number_routes(experts_NLK, is_replayed_N)
+    return routes
 
 
 def _aligned(task: RouteTask, samples: SampleBatch) -> ExpertArray:
