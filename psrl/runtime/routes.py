@@ -14,6 +14,7 @@ from torch import Tensor
 
 from psrl.errors import PlanError
 from psrl.routes import NATIVE, ExpertArray
+from psrl.runtime.transfer import to_device
 
 
 class TokenRoutes:
@@ -25,6 +26,7 @@ class TokenRoutes:
         """
         Args:
             experts_UK: int16, by layer number (from 1); ``NATIVE`` where the router decides, or is not recorded yet.
+                Where it records, one row more, in which padding ends.
             size: U and K.
         """
         self._experts_UK, self._size, self._device = experts_UK, size, device
@@ -37,7 +39,7 @@ class TokenRoutes:
             layers: numbers of this rank's expert layers.
         """
         num_tokens, _, topk = experts_ULK.shape
-        by_layer = {layer: torch.from_numpy(experts_ULK[:, layer - 1].copy()).to(device) for layer in layers}
+        by_layer = {layer: to_device(experts_ULK[:, layer - 1], device) for layer in layers}
         return cls(by_layer, (num_tokens, topk), device, is_recording=False)
 
     @classmethod
@@ -47,7 +49,9 @@ class TokenRoutes:
             size: U and K.
             layers: numbers of this rank's expert layers.
         """
-        by_layer = {layer: torch.full(size, NATIVE, dtype=torch.int16, device=device) for layer in layers}
+        by_layer = {
+            layer: torch.full((size[0] + 1, size[1]), NATIVE, dtype=torch.int16, device=device) for layer in layers
+        }
         return cls(by_layer, size, device, is_recording=True)
 
     def of(self, layer: int, unique_T: Tensor) -> Tensor:
@@ -59,10 +63,9 @@ class TokenRoutes:
         return self._experts_UK[layer][unique_T].long().masked_fill((unique_T < 0).unsqueeze(-1), NATIVE)
 
     def add(self, layer: int, unique_T: Tensor, experts_TK: Tensor) -> None:
-        """Record experts; those of padding (-1) are dropped."""
+        """Record experts; those of padding (-1) go to the last row, which is none's."""
         known = self._experts_UK[layer]
-        is_token_T = unique_T >= 0
-        known[unique_T[is_token_T]] = experts_TK[is_token_T].to(known.dtype)
+        known[unique_T] = experts_TK.to(known.dtype)
 
     def joined(self, num_layers: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
         """[U, L, K] int16 on the host: what all ranks have recorded. Collective over every group in turn.
@@ -79,7 +82,7 @@ class TokenRoutes:
             own_UK = self._experts_UK.get(index + 1)
             if own_UK is None:
                 own_UK = torch.full(self._size, NATIVE, device=self._device)
-            experts_UK = own_UK.int()  # neither gloo nor NCCL takes int16
+            experts_UK = own_UK[: self._size[0]].int()  # neither gloo nor NCCL takes int16
             for group in groups:
                 dist.all_reduce(experts_UK, op=dist.ReduceOp.MAX, group=group)
             if int(experts_UK.min()) == NATIVE:
