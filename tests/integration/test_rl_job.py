@@ -68,3 +68,42 @@ def test_step_advantages_on_kept_mini_batches_with_a_small_budget(assets, tmp_pa
     assert steps[0]["psrl/old_log_prob/spine_tokens"] > 0
     assert steps[0]["psrl/kv_bytes_peak"] > 0
     assert steps[0]["psrl/first_log_ratio"] <= 1e-5
+
+
+SEPARATE = ("trainer.v1.trainer_mode=psrl_separate_async", "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.entropy_coeff=0.01")  # fmt: skip
+STALE = 1e-7
+"""Between probabilities of about 1/500: other weights differ by more, rounding by less."""
+
+
+def test_separate_rollouts_have_the_weights_of_the_trainer(assets, tmp_path):
+    steps, output = train(
+        assets,
+        tmp_path / "run",
+        *SEPARATE,
+        "trainer.total_training_steps=3",
+        # No rollout before its step: every sample comes from the weights of the last synchronisation, which the old
+        # log-probs of both updates are computed with.
+        "trainer.v1.separate_async.num_warmup_batches=0",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
+    assert "psrl: sharing prefixes in update, old log-prob, reference; Megatron on cpu (float32)" in output
+    assert "rollout hf, weights by psrl_gloo" in output
+    assert len(steps) == 3
+    for step in steps:
+        assert step["training/off_policy/trajectory_staleness/max"] == 0
+        assert step["training/rollout_probs_diff_max"] < STALE
+        assert step["psrl/first_log_ratio"] > 1e-3  # of two updates on average: the second has other weights
+        assert step["psrl/weights/buckets"] == 1
+        assert step["psrl/weights/bytes"] > 0
+        assert step["psrl/prefix_match_rate"] > 0.3
+
+
+def test_separate_rollouts_run_ahead(assets, tmp_path):
+    first, second = train(assets, tmp_path / "run", *SEPARATE)[0]
+    assert first["training/rollout_probs_diff_max"] < STALE
+    assert first["psrl/first_log_ratio"] <= 1e-5
+    assert second["training/off_policy/trajectory_staleness/max"] == 1  # generated with the weights before the update
+    assert second["training/rollout_probs_diff_max"] > STALE
+    assert second["psrl/prefix_match_rate"] > 0.3

@@ -109,7 +109,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{R}.name=naive", f"{R}.name must be one of"),
         (f"{R}.mode=sync", f"{R}.mode must be async"),
         (f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size must be 1"),
-        ("trainer.v1.trainer_mode=psrl_separate_async", f"{R}.name=hf runs beside"),
+        ("ray_kwargs.ray_init.num_gpus=1", "ray_kwargs.ray_init.num_gpus=1 is less than the 2 of trainer.n_gpus"),
         ("trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode must be one of psrl_sync"),
         ("trainer.use_v1=false", "trainer.use_v1"),
         (
@@ -131,6 +131,39 @@ def test_routes_come_from_the_rollout_or_the_actor():
         validate_job(compose("cpu_quickstart", returned, f"{A}.megatron.router_replay.mode=R2"))
     validate_job(compose("cpu_quickstart", f"{A}.megatron.router_replay.mode=R2"))
     validate_job(compose("cpu_quickstart", returned, f"{A}.megatron.router_replay.mode=R3"))
+
+
+SEPARATE = "trainer.v1.trainer_mode=psrl_separate_async"
+
+
+def test_separate_rollouts_are_accepted():
+    validate_job(compose("cpu_quickstart", SEPARATE))
+    validate_job(compose("psrl_trainer", SEPARATE, f"{A}.ppo_mini_batch_size=256", f"{R}.nnodes=1",
+                         f"{R}.checkpoint_engine.backend=nccl"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.separate_async.parameter_sync_step=2 mini-"),
+        (f"{R}.checkpoint_engine.backend=naive", f"{R}.checkpoint_engine.backend must be psrl_gloo with {R}.name=hf"),
+        (f"{R}.checkpoint_engine.backend=nccl", f"{R}.checkpoint_engine.backend must be psrl_gloo with {R}.name=hf"),
+        (f"{R}.nnodes=0", f"{R}.nnodes must be at least 1, got 0"),
+        (f"{R}.n_gpus_per_node=7", "ray_kwargs.ray_init.num_gpus=8 is less than the 9 of trainer.* and"),
+        (f"{A}.megatron.use_distributed_optimizer=false", f"{A}.megatron.use_distributed_optimizer must be true in"),
+        ("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.hybrid_engine=false in psrl_separate_async ends"),
+    ],
+)
+def test_mistakes_with_separate_rollouts_are_named(override, key, monkeypatch):
+    monkeypatch.delenv("VERL_LOGGING_LEVEL", raising=False)
+    with pytest.raises(ConfigError, match=key):
+        validate_job(compose("cpu_quickstart", SEPARATE, override))
+
+
+def test_weights_of_a_gpu_rollout_leave_the_process():
+    with pytest.raises(ConfigError, match=f"{R}.checkpoint_engine.backend must be one of veRL's .* got 'psrl_gloo'"):
+        validate_job(compose("psrl_trainer", SEPARATE, f"{A}.ppo_mini_batch_size=256", f"{R}.nnodes=1",
+                             f"{R}.checkpoint_engine.backend=psrl_gloo"))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["record_rollouts", "replay_rollouts"])

@@ -90,7 +90,7 @@ class _CudaToCpu(TorchFunctionMode):
                 kwargs["device"] = CPU
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
-        if func is torch.Tensor.cuda:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])

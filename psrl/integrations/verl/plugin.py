@@ -43,6 +43,7 @@ def _load() -> None:
     after_import("verl.workers.engine", lambda: _register("psrl.integrations.verl.engine"))
     # The trainers need TransferQueue, which veRL itself imports only where a trainer or an agent loop runs.
     after_import("verl.trainer.ppo.v1", lambda: _register("psrl.integrations.verl.trainer"))
+    after_import("verl.checkpoint_engine", lambda: _register("psrl.integrations.verl.gloo_weights"))
     # Above this layer, and optional: found by name.
     if importlib.util.find_spec("psrl.rollout") is not None:
         after_import("verl.workers.rollout", lambda: _reported(importlib.import_module("psrl.rollout").register))

@@ -30,6 +30,7 @@ _ROLES = {
     "TaskRunnerV1": "the trainer",
     "AgentLoopWorkerTQ": "an agent loop worker",
     "PSRLAgentLoopWorker": "an agent loop worker",
+    "CheckpointEngineWorker": "what loads weights into a rollout",
     "RewardLoopWorker": "a reward worker",
     "GlobalRequestLoadBalancer": "the rollouts' load balancer",
     "TransferQueueController": "TransferQueue's controller",

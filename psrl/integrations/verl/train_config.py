@@ -25,6 +25,7 @@ from psrl.integrations.verl.engine_checks import (
     check_router_replay,
     check_token_budgets,
 )
+from psrl.integrations.verl.rollout_checks import check_rollout
 
 PLUGIN = "psrl.integrations.verl.plugin"
 PLUGIN_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
@@ -41,8 +42,6 @@ TRAINER_MODES = {
 GROUPINGS = ("fingerprints", "uid", "session", "tokens")
 ADVANTAGES = ("grpo", "step", "branch")
 STEP_ANCHORS = ("step", "state")
-CPU_ROLLOUTS = ("hf",)
-ROLLOUTS = ("hf", "vllm", "sglang", "trtllm")
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,8 @@ def validate_job(config: DictConfig) -> tuple[PSRLConfig, OrchestratorConfig]:
         _check_trainer,
         _check_engines,
         _check_budget,
-        _check_rollout,
         _check_rows,
+        _check_rollout,
         _check_algorithm,
         _check_checkpoints,
     )
@@ -229,23 +228,8 @@ def _check_budget(job: _Job) -> None:
 
 
 def _check_rollout(job: _Job) -> None:
-    key = "actor_rollout_ref.rollout"
-    name, device = job.get(f"{key}.name"), job.get("trainer.device")
-    if name not in ROLLOUTS:
-        raise ConfigError(f"{key}.name must be one of {', '.join(ROLLOUTS)}, got {name!r}")
-    if job.get(f"{key}.mode") != "async":
-        raise ConfigError(f"{key}.mode must be async, got {job.get(f'{key}.mode')!r}")
-    if device == "cpu" and name not in CPU_ROLLOUTS:
-        raise ConfigError(f"{key}.name={name} needs GPUs, but trainer.device is cpu: set it to {CPU_ROLLOUTS[0]}")
-    if name in CPU_ROLLOUTS:
-        if job.get("trainer.v1.trainer_mode") == "psrl_separate_async":
-            raise ConfigError(
-                f"{key}.name={name} runs beside the trainer's workers: set trainer.v1.trainer_mode to psrl_sync "
-                "or psrl_colocate_async, or use vllm or sglang"
-            )
-        if job.get(f"{key}.tensor_model_parallel_size") != 1:
-            raise ConfigError(f"{key}.tensor_model_parallel_size must be 1 with {key}.name={name}")
-    manager = f"{key}.agent.agent_loop_manager_class"
+    check_rollout(job.get)
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     if job.orchestrator.balance and job.orchestrator.grouping == "fingerprints" and not job.get(manager):
         raise ConfigError(
             f"{manager} is not set, so that nothing writes the fingerprints of psrl.grouping=fingerprints: set it to "

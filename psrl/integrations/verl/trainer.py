@@ -292,3 +292,7 @@ class PSRLTrainerSeparateAsync(PSRLTrainerMixin, PPOTrainerSeparateAsync):
     """Trainer and rollout on devices of their own."""
 
     upstream_mode = "separate_async"
+
+    def _startup_line(self) -> str:
+        backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
+        return f"{super()._startup_line()}, weights by {backend}"

@@ -6,8 +6,10 @@ or with a plug-in that does not load fails when it is created, with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from psrl.integrations.megatron import cpu_device
 from psrl.integrations.verl import plugin
 
 plugin.require()  # before veRL's engine modules are imported: they ask for the device then
@@ -63,7 +65,12 @@ class PSRLActorRolloutRefWorker(_ObservedWorkerMixin, ActorRolloutRefWorker):
 
 
 class PSRLDetachActorWorker(_ObservedWorkerMixin, DetachActorWorker):
-    """Actor and reference of the separate trainer."""
+    """Actor, rollout and reference of the separate trainer."""
+
+    @property
+    def copy_handler(self) -> Callable[[Any], Any]:
+        """veRL's, which copies into pinned memory: on the CPU there is none (verl/utils/megatron_utils.py:1937)."""
+        return cpu_device.device_mode()(super().copy_handler)
 
 
 OBSERVED: dict[type, type] = {
