@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,6 +24,7 @@ from transformers import (
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -49,6 +52,8 @@ def make_checkpoint(
     """
     config_cls, model_cls = KINDS[kind]
     extra: dict[str, object] = {"head_dim": head_dim or hidden // heads} if kind != "qwen2" else {}
+    if kind == "mistral":
+        extra |= {"sliding_window": None}
     if kind == "qwen3_moe":
         extra |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
         extra |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}

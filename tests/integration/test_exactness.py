@@ -33,8 +33,8 @@ AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-su
 def checkpoint(tmp_path_factory):
     @functools.cache
     def make(kind="qwen2", tied=False):
-        # Llama: a head size and a rotary base that are not what the bridge would assume without being told.
-        unusual = {"head_dim": 16, "rope_theta": 500.0} if kind == "llama" else {}
+        # Llama, Mistral: a head size and a rotary base that are not what the bridge would assume without being told.
+        unusual = {"head_dim": 16, "rope_theta": 500.0} if kind in ("llama", "mistral") else {}
         return make_checkpoint(tmp_path_factory.mktemp(kind), kind, tied, **unusual)
 
     return make
@@ -95,6 +95,15 @@ def test_equals_independent_samples_at_every_budget(checkpoint, worker, forest, 
         check_equal(outcome, outcomes[-1])
         assert outcome.report.kv_bytes_measured == outcome.report.stats.kv_bytes_peak
     assert outcomes[-1].report.stats.spine_tokens == 0 < outcomes[0].report.stats.spine_tokens
+
+
+def test_mistral_equals_independent_samples(checkpoint, worker):
+    """Llama's layers under another name, so one forest will do."""
+    rows, loss_fn = tree_rows(depth=2), ppo_loss_fn(entropy_coeff=0.1)
+    truth = hf_truth(checkpoint("mistral"), rows, loss_fn, calculate_entropy=True)
+    for budget in (2, 1000):
+        outcome = run_update(worker("mistral"), rows, loss_fn, max_tokens=budget, calculate_entropy=True)
+        check_against_truth(outcome, truth, rows, 2e-6)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

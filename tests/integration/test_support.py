@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer import TransformerConfig
-from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from verl.workers.config import MtpConfig, QATEngineConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -31,6 +31,7 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(), engine(), model())
     check_supported(transformer(qk_layernorm=True), engine(), model(Qwen3Config()))
     check_supported(transformer(), engine(), model(LlamaConfig()))
+    check_supported(transformer(), engine(), model(MistralConfig(sliding_window=None)))
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
 
 
@@ -137,6 +138,7 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
     [
         ("model.attention_dropout=0.1", model(Qwen2Config(attention_dropout=0.1))),
         ("model.use_sliding_window", model(Qwen2Config(use_sliding_window=True, sliding_window=8))),
+        ("model.sliding_window=4096", model(MistralConfig(sliding_window=4096))),
         (
             "model.rope_parameters",
             model(Qwen3Config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})),
@@ -160,7 +162,7 @@ def test_a_model_whose_biases_the_bridge_drops_is_refused():
             check_model(LlamaConfig(**{name: True}))
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_another_activation_is_refused(config: type):
     check_model(config(hidden_act="silu"))
     check_model(config(hidden_act="swish"))

@@ -66,6 +66,15 @@ def bridge_owns_its_weight_map() -> None:
     Bridge.__init__ = __init__
 
 
+@HOOKS.add(
+    cause="has no bridge for Mistral",
+    upstream="mbridge/models/__init__.py:23",
+    remove_when="mbridge registers it",
+)
+def bridges_of_psrl() -> None:
+    import psrl.integrations.megatron.bridges  # noqa: F401  registers them
+
+
 _NOISY_WARNINGS = (DeprecationWarning, FutureWarning, UserWarning)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from psrl.errors import UnsupportedError
 from psrl.integrations.megatron.router_options import replays_routes, uses_statistics
 
-SUPPORTED_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of Hugging Face configurations that are tested."""
 
 _DROPPED_BIASES = {
@@ -114,9 +114,9 @@ def _model(config: Any) -> Iterator[Refusal]:
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
         if getattr(hf, name, 0.0):
             yield Refusal(f"model.{name}", getattr(hf, name), _ONE_SAMPLE, "set it to 0.0")
-    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+    if window := _sliding_window(hf):
         yield Refusal(
-            "model.use_sliding_window", True, "attention must see the whole prefix", "use a full-attention model"
+            f"model.{window}", getattr(hf, window), "attention must see the whole prefix", "use a full-attention model"
         )
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(hf, name, None):
@@ -131,6 +131,15 @@ def _model(config: Any) -> Iterator[Refusal]:
         yield Refusal("model.mtp.enable", True, "multi-token prediction reads tokens of one sample", "set it to False")
     if config.lora_rank or config.lora.get("rank", 0):
         yield Refusal("model.lora_rank", config.lora_rank or config.lora["rank"], "not built yet", "set it to 0")
+
+
+def _sliding_window(hf: Any) -> str | None:
+    """Name of the option that gives a layer a window, None where all see the whole prefix."""
+    if getattr(hf, "model_type", None) == "mistral" and hf.sliding_window is not None:
+        return "sliding_window"
+    if getattr(hf, "use_sliding_window", False):
+        return "use_sliding_window"
+    return "layer_types" if "sliding_attention" in (getattr(hf, "layer_types", None) or ()) else None
 
 
 def _transformer(config: Any) -> Iterator[Refusal]:
