@@ -156,13 +156,16 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_value_head_dim():
-    (q, k, v), _ = random_inputs(6, 6)
-    first, last = np.arange(6), np.full(6, 6)
-    whole = attend(q, k, v, first, last, backend="reference")
-    torch.testing.assert_close(attend(q, k, v[..., :5], first, last, backend="reference"), whole[..., :5])
-    with pytest.raises(UnsupportedError, match="one head dim for q, k and v, got 16 and 5"):
-        attend(q, k, v[..., :5], first, last, backend="sdpa")
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 5), (5, 16)])
+def test_value_head_dim(head_dim, value_dim):
+    (q, k, v), grad = random_inputs(9, 12)
+    first, last = random_forest(random.Random(1), 3, 9)
+    inputs = [x[..., :dim].detach().requires_grad_() for x, dim in ((q, head_dim), (k, head_dim), (v, value_dim))]
+    outs = [attend(*inputs, first, last, backend=backend) for backend in ("reference", "sdpa")]
+    assert outs[0].shape == (9, 4, value_dim)
+    torch.testing.assert_close(outs[1], outs[0])
+    expected, actual = (torch.autograd.grad(out, inputs, grad[..., :value_dim]) for out in outs)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_runs_are_bit_equal():

@@ -97,8 +97,9 @@ def attend_layout(
         backend: ``reference`` is dense, for tests, and takes any float dtype and a v with its own head dim. The
             others take time proportional to visible pairs: ``triton`` is one kernel over exactly the visible tiles
             (CUDA; v may have its own head dim), ``flash`` runs variable-length calls of the installed flash-attn
-            (CUDA), ``sdpa`` runs tiles on PyTorch's flash kernels, ``flex`` is PyTorch's FlexAttention (forward only
-            on CPU; not deterministic on FlashAttention-4). ``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere.
+            (CUDA), ``sdpa`` runs tiles on PyTorch's flash kernels (q, k and v padded to one head dim), ``flex`` is
+            PyTorch's FlexAttention (forward only on CPU; not deterministic on FlashAttention-4). ``auto`` is
+            ``triton`` on CUDA and ``sdpa`` elsewhere.
 
     Raises:
         ConfigError: ``backend`` is unknown.

@@ -15,27 +15,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from psrl.errors import UnsupportedError
 from psrl.runtime.attention.kernels import FlashKernel, flash_kernel
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.tiling import Tile
 
 
 def sdpa_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-    """[T, N, H], differentiable once.
+    """[T, N, head dim of v], differentiable once.
+
+    The kernels take one head dim for q, k and v: where they differ, zeros fill up the smaller, which changes no result.
 
     Raises:
-        UnsupportedError: no kernel for this device and dtype, or v has another head dimension than q and k.
+        UnsupportedError: no kernel for this device and dtype.
     """
-    if v_SKH.shape[2] != q_TNH.shape[2]:
-        raise UnsupportedError(
-            f"attention backend 'sdpa' takes one head dim for q, k and v, got {q_TNH.shape[2]} and {v_SKH.shape[2]}"
-        )
     kernel = flash_kernel(q_TNH.device, q_TNH.dtype)
-    return _TiledAttention.apply(q_TNH, k_SKH, v_SKH, layout, scale, kernel)
+    value_dim = v_SKH.shape[2]
+    head_dim = max(q_TNH.shape[2], value_dim)
+    padded = (F.pad(x, (0, head_dim - x.shape[2])) if x.shape[2] < head_dim else x for x in (q_TNH, k_SKH, v_SKH))
+    out_TNH = _TiledAttention.apply(*padded, layout, scale, kernel)
+    return out_TNH if value_dim == head_dim else out_TNH[..., :value_dim]
 
 
 class _TiledAttention(torch.autograd.Function):
