@@ -53,10 +53,11 @@ def amounts_of_direction(model: ModelSizes, amounts: Amounts, *, backward: bool,
         "per_micro_batch": 1.0,
         "per_layer": model.num_layers,
         "per_tile": model.num_layers * amounts.tiles,
-        "per_gemm_flop": gemm * shape.flops_per_token * amounts.tokens,
+        "per_gemm_flop": gemm
+        * (shape.flops_per_token * amounts.tokens + shape.flops_per_path_token * amounts.path_tokens),
         "per_attention_flop": attention * shape.flops_per_pair * amounts.pairs,
         "per_output_flop": gemm * shape.flops_per_row * amounts.rows,
-        "per_cached_value": model.num_layers * model.kv_values_per_token * amounts.path_tokens,
+        "per_cached_value": model.num_layers * model.cached_values(1) * amounts.path_tokens,
         "per_entropy_value": amounts.rows * model.vocab_size if with_entropy else 0.0,
     }
     return np.array([float(values[name]) for name in _NAMES])

@@ -24,6 +24,37 @@ class Work:
     """Visible (query, key) pairs."""
     rows: int
     """Rows of the vocabulary projection."""
+    path_tokens: int = 0
+    """Cached tokens that micro-batches read, once for each that reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention: keys and values are expanded from a latent and a rotary part that heads share."""
+
+    query_rank: int
+    """0: queries are projected from the hidden state at once."""
+    kv_rank: int
+    plain_dim: int
+    """Of a head's query and key without the rotary part."""
+    rotary_dim: int
+    value_dim: int
+
+    @property
+    def cached_values(self) -> int:
+        """Numbers that a layer caches of a token."""
+        return self.kv_rank + self.rotary_dim
+
+    def expansion_size(self, num_heads: int) -> int:
+        """Parameters of the up-projection of a layer."""
+        return self.kv_rank * num_heads * (self.plain_dim + self.value_dim)
+
+    def projections_size(self, hidden_size: int, num_heads: int) -> int:
+        """Parameters of all projections of a layer."""
+        query_size = num_heads * (self.plain_dim + self.rotary_dim)
+        query = self.query_rank * (hidden_size + query_size) if self.query_rank else hidden_size * query_size
+        down, out = hidden_size * self.cached_values, num_heads * self.value_dim * hidden_size
+        return query + down + self.expansion_size(num_heads) + out
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +70,35 @@ class ModelShape:
     output_size: int
     """Columns of the output layer: the vocabulary, or 1 for a value head."""
     gated_mlp: bool = True
+    latent: LatentShape | None = None
+    """Of latent attention, which has no use for ``num_kv_heads`` and ``head_dim``."""
 
     @property
     def flops_per_token(self) -> float:
         """Forward FLOPs of a token in the layers' GEMMs."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        if self.latent is None:
+            attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        else:
+            attention = self.latent.projections_size(self.hidden_size, self.num_heads)
         mlp = self.hidden_size * self.ffn_size * (3 if self.gated_mlp else 2)
         return 2.0 * self.num_layers * (attention + mlp)
 
     @property
     def flops_per_pair(self) -> float:
         """Forward FLOPs of a visible (query, key) pair over all layers: scores and weighted values."""
-        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+        latent = self.latent
+        dims = 2 * self.head_dim if latent is None else latent.plain_dim + latent.rotary_dim + latent.value_dim
+        return 2.0 * self.num_layers * self.num_heads * dims
+
+    @property
+    def flops_per_path_token(self) -> float:
+        """Forward FLOPs of a cached token for a micro-batch that reads it, beside its pairs: latents are expanded."""
+        return 0.0 if self.latent is None else 2.0 * self.num_layers * self.latent.expansion_size(self.num_heads)
+
+    @property
+    def cached_values(self) -> int:
+        """Numbers that a layer caches of a token."""
+        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.cached_values
 
     @property
     def flops_per_row(self) -> float:
@@ -58,11 +106,14 @@ class ModelShape:
         return 2.0 * self.hidden_size * self.output_size
 
     def forward_flops(self, work: Work) -> float:
-        return work.tokens * self.flops_per_token + work.pairs * self.flops_per_pair + work.rows * self.flops_per_row
+        return self._gemm_flops(work) + work.pairs * self.flops_per_pair
 
     def backward_flops(self, work: Work) -> float:
-        gemms = work.tokens * self.flops_per_token + work.rows * self.flops_per_row
-        return GEMM_BACKWARD * gemms + ATTENTION_BACKWARD * work.pairs * self.flops_per_pair
+        return GEMM_BACKWARD * self._gemm_flops(work) + ATTENTION_BACKWARD * work.pairs * self.flops_per_pair
+
+    def _gemm_flops(self, work: Work) -> float:
+        path = work.path_tokens * self.flops_per_path_token
+        return work.tokens * self.flops_per_token + work.rows * self.flops_per_row + path
 
     def cost(self, tokens: int, pairs: int, rows: int) -> float:
         """The default CostFunction: forward FLOPs."""
@@ -97,5 +148,9 @@ class KVFootprint:
         num_shards: int = 1,
     ) -> KVFootprint:
         """Footprint of ``num_layers`` layers and ``num_kv_heads`` heads of this rank, ``itemsize`` bytes a value."""
-        values = 2 * num_layers * num_kv_heads * head_dim
+        return cls.of_values(2 * num_layers * num_kv_heads * head_dim, itemsize, budget_bytes, num_shards)
+
+    @classmethod
+    def of_values(cls, values: int, itemsize: int, budget_bytes: int | None = None, num_shards: int = 1) -> KVFootprint:
+        """Footprint of a rank that caches ``values`` numbers of ``itemsize`` bytes of a token, over all its layers."""
         return cls(values * itemsize, values * max(4, itemsize), budget_bytes, num_shards)

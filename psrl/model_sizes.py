@@ -6,12 +6,12 @@ Sizes of named models are those of their published ``config.json``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from psrl.cost import ModelShape
+from psrl.cost import LatentShape, ModelShape
 from psrl.errors import InputError
 
 
@@ -33,6 +33,8 @@ class ModelSizes:
     experts_per_token: int = 1
     is_tied: bool = False
     """Embedding and output layer are one matrix."""
+    latent: LatentShape | None = None
+    """Of latent attention, which has no use for ``num_kv_heads`` and ``head_dim``."""
 
     @property
     def shape(self) -> ModelShape:
@@ -45,11 +47,14 @@ class ModelSizes:
             head_dim=self.head_dim,
             ffn_size=self.ffn_size * self.experts_per_token,
             output_size=self.vocab_size,
+            latent=self.latent,
         )
 
     @property
     def attention_parameters(self) -> int:
         """Of one layer."""
+        if self.latent is not None:
+            return self.latent.projections_size(self.hidden_size, self.num_heads)
         return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
 
     @property
@@ -77,10 +82,11 @@ class ModelSizes:
         """Forward FLOPs of a token in one layer's projections."""
         return 2.0 * self.attention_parameters
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers of K and V of a token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim
+    def cached_values(self, tensor_parallel: int) -> int:
+        """Numbers that a rank caches of a token in one layer: its heads' K and V, or the latent, on every rank."""
+        if self.latent is not None:
+            return self.latent.cached_values
+        return 2 * max(1, self.num_kv_heads // tensor_parallel) * self.head_dim
 
 
 _DENSE = (
@@ -164,4 +170,15 @@ def model_of_config(name: str, config: Mapping[str, Any], where: str) -> ModelSi
         num_experts=size(count_key) if has_experts else 0,
         experts_per_token=size("num_experts_per_tok") if has_experts else 1,
         is_tied=bool(config.get("tie_word_embeddings", False)),
+        latent=None if config.get("kv_lora_rank") is None else _latent_of_config(config, size),
+    )
+
+
+def _latent_of_config(config: Mapping[str, Any], size: Callable[[str], int]) -> LatentShape:
+    return LatentShape(
+        query_rank=0 if config.get("q_lora_rank") is None else size("q_lora_rank"),
+        kv_rank=size("kv_lora_rank"),
+        plain_dim=size("qk_nope_head_dim"),
+        rotary_dim=size("qk_rope_head_dim"),
+        value_dim=size("v_head_dim"),
     )

@@ -206,8 +206,11 @@ def _stats(
     pairs_U = tree.depth_U + 1
     seqlens = batch.seqlens_S
     every = Work(batch.num_tokens, int((seqlens * (seqlens + 1) // 2).sum()), batch.num_tokens)
-    unique = Work(tree.num_tokens, int(pairs_U.sum()), int(num_rows_U.sum()))
-    spine = Work(int(spine_U.sum()), int(pairs_U[spine_U].sum()), int(num_rows_U[spine_U].sum()))
+    path, spine_path = (
+        sum(mb.path_len for mb in pieces.micro_batches if mb.is_spine or not only_spine) for only_spine in (False, True)
+    )
+    unique = Work(tree.num_tokens, int(pairs_U.sum()), int(num_rows_U.sum()), path)
+    spine = Work(int(spine_U.sum()), int(pairs_U[spine_U].sum()), int(num_rows_U[spine_U].sum()), spine_path)
     flops_unshared, flops_shared = shape.forward_flops(every), shape.forward_flops(unique)
     if not forward_only:
         flops_unshared += shape.backward_flops(every)

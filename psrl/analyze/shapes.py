@@ -25,7 +25,7 @@ class ShapedModel:
     def footprint(self) -> KVFootprint:
         """Cache bytes of a token if one rank held all layers and heads; divide by TP x PP for one of several."""
         s = self.shape
-        return KVFootprint.of_layers(s.num_layers, s.num_kv_heads, s.head_dim, DTYPE_BYTES[self.dtype])
+        return KVFootprint.of_values(s.num_layers * s.cached_values, DTYPE_BYTES[self.dtype])
 
     @property
     def activation_bytes_per_token(self) -> int:
@@ -35,7 +35,10 @@ class ShapedModel:
         """
         s = self.shape
         ffn = s.ffn_size * (3 if s.gated_mlp else 2)
-        values = 4 * s.hidden_size + s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads) + ffn
+        heads = s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
+        if s.latent is not None:
+            heads = s.num_heads * 2 * (s.latent.plain_dim + s.latent.rotary_dim + s.latent.value_dim)
+        values = 4 * s.hidden_size + heads + ffn
         return s.num_layers * values * DTYPE_BYTES[self.dtype]
 
     @property

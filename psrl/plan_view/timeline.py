@@ -95,5 +95,5 @@ def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint
 
 def micro_batch_flops(mb: MicroBatch, shape: ModelShape, *, backward: bool) -> float:
     """FLOPs of one run."""
-    work = Work(mb.num_tokens, int((mb.last_S - mb.first_S).sum()), len(mb.rows_R))
+    work = Work(mb.num_tokens, int((mb.last_S - mb.first_S).sum()), len(mb.rows_R), mb.path_len)
     return shape.forward_flops(work) + (shape.backward_flops(work) if backward else 0.0)

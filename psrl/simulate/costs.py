@@ -101,11 +101,20 @@ class CostModel:
         tokens_M = np.array([amounts.tokens for amounts in micro_batches], dtype=float)
         per_token = factors[0] * rate.per_gemm_flop * tokens_M / (layout.tensor * layout.context)
         dense = model.attention_flops_per_token + (0.0 if model.num_experts else model.mlp_flops_per_token)
-        local = layers_V * (rate.per_layer + dense * per_token) + self._attention(micro_batches, rate, factors[1])
+        expanded = self._expanded_flops(micro_batches) * factors[0] * rate.per_gemm_flop
+        local = layers_V * (rate.per_layer + dense * per_token + expanded)
+        local = local + self._attention(micro_batches, rate, factors[1])
         experts = layers_V * (model.mlp_flops_per_token * per_token if model.num_experts else 0.0 * per_token)
         is_backward = factors[0] != 1.0
         exchange = layers_V * np.array([self._exchange(amounts, is_backward) for amounts in micro_batches])
         return StageCosts(local, experts, exchange)
+
+    def _expanded_flops(self, micro_batches: Sequence[Amounts]) -> FloatArray:
+        """[M] forward FLOPs of one layer to expand latents of other tokens than a rank's own: of the path, and of the
+        tokens of other context-parallel ranks."""
+        context = self.layout.context
+        keys_M = np.array([a.path_tokens + a.tokens * (1 - 1 / context) for a in micro_batches], dtype=float)
+        return keys_M * self.model.shape.flops_per_path_token / self.model.num_layers / self.layout.tensor
 
     def _attention(self, micro_batches: Sequence[Amounts], rate: Direction, factor: float) -> FloatArray:
         """[V, M] kernels on visible pairs, and the cached K/V that they read."""
@@ -115,9 +124,10 @@ class CostModel:
             np.array([getattr(amounts, name) for amounts in micro_batches], dtype=float)
             for name in ("pairs", "tiles", "path_tokens")
         )
-        flops = factor * 4.0 * model.num_heads * model.head_dim
+        flops = factor * model.shape.flops_per_pair / model.num_layers
+        cached = model.cached_values(self.layout.tensor)
         seconds_M = pairs_M * flops / share * rate.per_attention_flop + tiles_M * rate.per_tile
-        seconds_M += path_M * model.kv_values_per_token / share * rate.per_cached_value
+        seconds_M += path_M * cached / self.layout.context * rate.per_cached_value
         return layers_V * seconds_M
 
     def _exchange(self, amounts: Amounts, is_backward: bool) -> float:
@@ -128,7 +138,7 @@ class CostModel:
         tokens = amounts.tokens / layout.context
         hidden_bytes = tokens * model.hidden_size * itemsize
         seconds = (5 if is_backward else 4) * gather_seconds(links.tensor, layout.tensor, hidden_bytes)
-        kv_bytes = amounts.tokens * model.kv_values_per_token * itemsize / layout.tensor
+        kv_bytes = amounts.tokens * model.cached_values(layout.tensor) * itemsize
         seconds += gather_seconds(links.context, layout.context, kv_bytes)
         routed = hidden_bytes / layout.tensor * model.experts_per_token
         return seconds + 2 * gather_seconds(links.expert, layout.expert, routed)

@@ -114,10 +114,9 @@ class Sides:
     def _planned(self, rows: IntArray, *, forward_only: bool) -> Batch:
         model, layout = self.model, self.layout
         layers = layout.layers_of_stages(model)
-        footprint = KVFootprint.of_layers(
-            max(sum(layers[stage :: layout.pipeline]) for stage in range(layout.pipeline)),
-            max(1, model.num_kv_heads // layout.tensor),
-            model.head_dim,
+        footprint = KVFootprint.of_values(
+            max(sum(layers[stage :: layout.pipeline]) for stage in range(layout.pipeline))
+            * model.cached_values(layout.tensor),
             self.dtype_bytes,
             self.kv_cache_bytes,
             layout.context,

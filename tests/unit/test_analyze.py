@@ -23,7 +23,7 @@ from psrl.analyze.radix import TreeShape
 from psrl.analyze.shapes import load_shape
 from psrl.analyze.streams import Stream, cut, positions_of, read_streams, tokens_of
 from psrl.cli.main import app
-from psrl.cost import KVFootprint, ModelShape
+from psrl.cost import KVFootprint, LatentShape, ModelShape
 from psrl.data import load_samples, load_tokenizer
 from psrl.errors import ConfigError, InputError
 from psrl.plan_check import check_plan
@@ -211,6 +211,13 @@ def test_shape_from_a_config(tmp_path: Path):
     path.write_text(json.dumps(values | experts))
     with pytest.raises(InputError, match="num_experts must be a positive integer, got None"):
         load_shape(str(path))
+    latent = {
+        "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8
+    }  # fmt: skip
+    path.write_text(json.dumps(values | latent))
+    shaped = load_shape(str(path), "float32")
+    assert shaped.shape.latent == LatentShape(query_rank=0, kv_rank=16, plain_dim=12, rotary_dim=4, value_dim=8)
+    assert shaped.footprint.kv_bytes_per_token == 2 * 20 * 4
     path.write_text(json.dumps(values | {"vocab_size": "many"}))
     with pytest.raises(InputError, match="vocab_size must be a positive integer, got 'many'"):
         load_shape(str(path))

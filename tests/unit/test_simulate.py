@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from psrl.cost import LatentShape
 from psrl.data import ReplaySample
 from psrl.errors import ConfigError, InputError
 from psrl.model_sizes import NAMED_MODELS, ModelSizes, load_model
@@ -160,8 +161,23 @@ def test_tensor_and_context_parallel_divide_work():
     assert split.local[0, 0] == pytest.approx(whole.local[0, 0] / 4)
     assert whole.exchange[0, 0] == 0.0
     # A layer: 4 collectives of 4 tokens * 8 values * 4 bytes (0.5 s + half of them at 10 bytes/s), K/V of 8 tokens * 8
-    # values * 4 bytes on half the heads.
-    assert split.exchange[0, 0] == pytest.approx(4 * (4 * (0.5 + 64 / 10) + 0.5 + 64 / 10))
+    # values * 4 bytes: both tensor-parallel ranks have the one K/V head.
+    assert split.exchange[0, 0] == pytest.approx(4 * (4 * (0.5 + 64 / 10) + 0.5 + 128 / 10))
+
+
+def test_latents_are_whole_on_every_tensor_rank_and_expanded_by_every_reader():
+    latent = LatentShape(query_rank=0, kv_rank=6, plain_dim=3, rotary_dim=1, value_dim=2)
+    model = dataclasses.replace(MODEL, latent=latent)
+    assert [model.cached_values(size) for size in (1, 2)] == [7, 7]
+    assert [MODEL.cached_values(size) for size in (1, 2)] == [8, 8]
+    rate = dataclasses.replace(NOTHING, per_gemm_flop=1.0)
+
+    def seconds(path_tokens):
+        run = PassAmounts((Amounts(8, 36, 0, 1, path_tokens),), is_training=False)
+        return CostModel(model, ClusterLayout(2, tensor=2), calibration(forward=rate)).forward(run, FREE).local[0, 0]
+
+    # In each of 4 layers, on half of 2 heads: 2 FLOPs * 6 * (3 + 2) a path token.
+    assert seconds(5) - seconds(0) == pytest.approx(4 * 5 * 60)
 
 
 def test_collectives():
