@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,12 +25,33 @@ from transformers import (
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 KINDS = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+
+
+DEEPSEEK: dict[str, object] = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+"""Head sizes that differ from each other; two of four groups of experts for a token; the first layer dense."""
+
+
+def _routers_biases(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
 
 
 def make_checkpoint(
@@ -45,18 +68,24 @@ def make_checkpoint(
     head_dim: int | None = None,
     experts: int = 4,
     expert_bias: bool = False,
+    query_rank: int | None = 12,
+    rope: dict[str, object] | None = None,
 ) -> str:
     """Write a seeded random checkpoint (float32) with a word-level tokenizer to ``path``; returns ``path`` as str.
 
     Norms, biases and logits are made non-trivial, so that an error in any of them shows in gradients.
     """
     config_cls, model_cls = KINDS[kind]
-    extra: dict[str, object] = {"head_dim": head_dim or hidden // heads} if kind != "qwen2" else {}
+    extra: dict[str, object] = {} if kind in ("qwen2", "deepseek_v3") else {"head_dim": head_dim or hidden // heads}
+    if kind == "deepseek_v3":
+        extra |= DEEPSEEK | {"n_routed_experts": experts, "q_lora_rank": query_rank}
     if kind == "mistral":
         extra |= {"sliding_window": None}
     if kind == "qwen3_moe":
         extra |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
         extra |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if rope is not None:
+        extra["rope_parameters"] = rope
     if rope_theta is not None:
         extra["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta}
     config = config_cls(
@@ -77,7 +106,7 @@ def make_checkpoint(
         torch.manual_seed(seed)
         model = model_cls(config).float()
         with torch.no_grad():
-            for name, param in model.named_parameters():
+            for name, param in (*model.named_parameters(), *_routers_biases(model)):
                 if "norm" in name or name.endswith("bias"):
                     param.add_(0.1 * torch.randn_like(param))
                 else:

@@ -4,7 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer import TransformerConfig
-from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from verl.workers.config import MtpConfig, QATEngineConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -35,6 +43,36 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
 
 
+LATENTS = {"multi_latent_attention": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_latent_attention_is_supported():
+    latents = changed(transformer(), **LATENTS)
+    for rope in (None, YARN, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}):
+        check_supported(latents, engine(), model(DeepseekV3Config(rope_parameters=rope)))
+    check_supported(latents, engine(), model(DeepseekV3Config(n_group=1, topk_group=1)))
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    check_supported(changed(transformer(), **LATENTS, **parallel), engine(), model(DeepseekV3Config()))
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("attention_bias=True", {"attention_bias": True}),
+        ("norm_topk_prob=False", {"norm_topk_prob": False}),
+        ("rope_interleave=False", {"rope_interleave": False}),
+        ("topk_group=2 with num_experts_per_tok=8", {"topk_group": 2}),
+        ("rope_parameters=.*attention_factor", {"rope_parameters": {**YARN, "attention_factor": 2.0}}),
+        ("rope_parameters=.*truncate", {"rope_parameters": {**YARN, "truncate": False}}),
+        ("rope_parameters=.*mscale_all_dim", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}),
+    ],
+)
+def test_latent_attention_that_megatron_would_build_differently(option: str, values: dict):
+    with pytest.raises(UnsupportedError, match=option):
+        check_model(DeepseekV3Config(**values))
+
+
 EXPERTS = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
 
 
@@ -54,6 +92,14 @@ def test_parallel_layouts_and_experts_are_supported():
     for mode in ("R2", "R3"):
         engine_config = engine(router_replay=EngineRouterReplayConfig(mode=mode))
         check_supported(changed(transformer(), **replaying), engine_config, model(experts))
+
+
+def test_router_replay_with_latent_attention_is_refused():
+    config = changed(transformer(), **EXPERTS, **LATENTS)
+    for mode in ("R2", "R3"):
+        options = engine(router_replay=EngineRouterReplayConfig(mode=mode))
+        with pytest.raises(UnsupportedError, match=f"router_replay.mode='{mode}'.*latent attention"):
+            check_supported(config, options, model(DeepseekV3Config()))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +151,13 @@ def changed(config, **values):
         ("fp8='e4m3'", {"fp8": "e4m3"}),
         ("window_size=(8, 0)", {"window_size": (8, 0)}),
         ("apply_rope_fusion=True", {"apply_rope_fusion": True}),
-        ("multi_latent_attention=True", {"multi_latent_attention": True}),
+        (
+            "recompute_modules=['mla_up_proj']",
+            {**LATENTS, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+        ),
+        ("cache_mla_latents=True", {**LATENTS, "cache_mla_latents": True}),
+        ("fine_grained_activation_offloading=True", {**LATENTS, "fine_grained_activation_offloading": True}),
+        ("sequence_parallel=False", {**LATENTS, "tensor_model_parallel_size": 2}),
         ("softmax_type='learnable'", {"softmax_type": "learnable"}),
     ],
 )
@@ -143,7 +195,11 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
             "model.rope_parameters",
             model(Qwen3Config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})),
         ),
-        ("model.mtp.enable=True", model(mtp=True)),
+        (
+            "model.rope_parameters",
+            model(DeepseekV3Config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
+        ),
+        ("model.mtp.enable=True", model(DeepseekV3Config(), mtp=True)),
         ("model.lora_rank=8", model(lora_rank=8)),
         ("model_type 'gemma'", model(GemmaConfig())),
     ],

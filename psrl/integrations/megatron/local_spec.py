@@ -24,7 +24,12 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -75,6 +80,26 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """Stands in for ``TELinear`` with ``parallel_mode="duplicated"``: the same matrix on every tensor-parallel rank."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, **unused: Any
+    ) -> None:
+        super().__init__()
+        shape, device = (output_size, input_size), torch.cuda.current_device()
+        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        tracker: Any = get_cuda_rng_tracker()
+        with tracker.fork(get_data_parallel_rng_tracker_name()):
+            init_method(weight)
+        # Each rank has the gradient of its share of the tokens; they are summed (finalize_model_grads.py).
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
 
 
 class GroupedLinear(torch.nn.Module):
@@ -134,12 +159,13 @@ class RowParallelGroupedLinear(GroupedLinear):
 class PackedCoreAttention(MegatronModule):
     """Causal attention of packed sequences, each on its own. Stands in for ``TEDotProductAttention``."""
 
+    backend = "auto"
+
     def __init__(
         self,
         config: TransformerConfig,
         layer_number: int,
         softmax_scale: float | None = None,
-        backend: str = "auto",
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
@@ -154,7 +180,6 @@ class PackedCoreAttention(MegatronModule):
             )
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
-        self.backend = backend
 
     def forward(
         self,
@@ -196,6 +221,9 @@ class LocalLayerProvider(BackendSpecProvider):
     def __init__(self, attention_backend: str = "auto") -> None:
         self.attention_backend = attention_backend
 
+    def linear(self) -> type:
+        return DuplicatedLinear
+
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
 
@@ -211,8 +239,8 @@ class LocalLayerProvider(BackendSpecProvider):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return RMSNorm
 
-    def core_attention(self) -> Any:
-        return functools.partial(PackedCoreAttention, backend=self.attention_backend)
+    def core_attention(self) -> type:
+        return type("PackedCoreAttention", (PackedCoreAttention,), {"backend": self.attention_backend})
 
     def activation_func(self) -> Any:
         return None
@@ -236,25 +264,29 @@ def layer_specs(attention_backend: str = "auto") -> Iterator[None]:
     Without TransformerEngine they come from this module, with ``attention_backend`` as in ``attend``; with it they are
     Megatron-Core's own.
 
-    Cause: ``TESpecProvider`` and ``TENorm`` are unbound without TransformerEngine
-    (megatron/core/models/gpt/gpt_layer_specs.py:45, used at :222 and :527), and mbridge builds its specs inside
+    Cause: ``TESpecProvider``, ``TENorm`` and ``TELinear`` are unbound without TransformerEngine
+    (megatron/core/models/gpt/gpt_layer_specs.py:45, used at :222 and :527;
+    megatron/core/transformer/multi_latent_attention.py:56, compared with at :399), and mbridge builds its specs inside
     ``_get_transformer_layer_spec`` (mbridge/core/llm_bridge.py:149). Remove when Megatron-Core takes the provider as
     an argument.
     """
     if uses_transformer_engine():
         yield
         return
-    provider = functools.partial(LocalLayerProvider, attention_backend)
-    replacements = {"TESpecProvider": provider, "TENorm": RMSNorm}
+    replacements: list[tuple[Any, str, Any]] = [
+        (gpt_layer_specs, "TESpecProvider", functools.partial(LocalLayerProvider, attention_backend)),
+        (gpt_layer_specs, "TENorm", RMSNorm),
+        (multi_latent_attention, "TELinear", DuplicatedLinear),
+    ]
     missing = object()
-    previous = {name: getattr(gpt_layer_specs, name, missing) for name in replacements}
-    for name, value in replacements.items():
-        setattr(gpt_layer_specs, name, value)
+    previous = [getattr(module, name, missing) for module, name, _ in replacements]
+    for module, name, value in replacements:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for name, value in previous.items():
+        for (module, name, _), value in zip(replacements, previous, strict=True):
             if value is missing:
-                delattr(gpt_layer_specs, name)
+                delattr(module, name)
             else:
-                setattr(gpt_layer_specs, name, value)
+                setattr(module, name, value)

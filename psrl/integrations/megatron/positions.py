@@ -1,4 +1,4 @@
-"""Rotary positions of a GPTModel forward, one for each token."""
+"""Rotary positions, one for each token, in a GPTModel forward and in layers of latent attention."""
 
 from __future__ import annotations
 
@@ -10,47 +10,22 @@ from torch import Tensor, nn
 
 from psrl.errors import UnsupportedError
 from psrl.runtime.context import ContextRank
-from psrl.runtime.session import active_micro_batch
+from psrl.runtime.session import BoundMicroBatch, active_micro_batch
 
 
-class PositionedRotaryEmbedding(nn.Module):
-    """Wraps a model's RotaryEmbedding: inside a micro-batch forward, one table row per token, at its own position.
+def rotary_angles(rotary: RotaryEmbedding, micro_batch: BoundMicroBatch) -> tuple[Tensor, float]:
+    """Angles [T, 1, 1, rotary dim] in float32, and the factor of their cosines and sines (1, or YaRN's).
 
-    GPTModel ignores ``position_ids`` with rotary embeddings (gpt_model.py, ``_preprocess``); Megatron's packed rotary
-    takes per-token rows when the table is as long as the packed sequence (rope_utils.py,
-    ``_apply_rotary_pos_emb_thd``). Outside a forward of psrl, the wrapped module answers.
+    Megatron's packed rotary takes per-token rows when the table is as long as the packed sequence (rope_utils.py,
+    ``_apply_rotary_pos_emb_thd``); under context parallelism the rows lie as ``_as_picked`` puts them.
     """
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        if type(inner) is not RotaryEmbedding:
-            raise UnsupportedError(
-                f"prefix sharing knows plain rotary embeddings only, this model has {type(inner).__name__} "
-                "(rope scaling); set psrl.enable=false"
-            )
-        self.inner = inner
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return self.inner.get_rotary_seq_len(*args, **kwargs)
-
-    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles [T, 1, 1, rotary dim] in float32; under context parallelism as ``_as_picked`` puts them."""
-        micro_batch = active_micro_batch()
-        if micro_batch is None:
-            return self.inner(max_seq_len, *args, **kwargs)
-        position_ids_T = micro_batch.position_ids_T
-        inv_freq = self.inner.inv_freq.to(position_ids_T.device)
-        positions_T = position_ids_T.to(inv_freq.dtype)
-        if self.inner.seq_len_interpolation_factor is not None:
-            positions_T = positions_T / self.inner.seq_len_interpolation_factor
-        freqs = torch.outer(positions_T, inv_freq)
-        if self.inner.rotary_interleaved:
-            angles = torch.stack((freqs, freqs), dim=-1).flatten(1)
-        else:
-            angles = torch.cat((freqs, freqs), dim=-1)
-        if micro_batch.context is not None:
-            angles = _as_picked(angles, micro_batch.context.where, micro_batch.num_tokens)
-        return angles[:, None, None, :]
+    table = rotary.get_emb(2)
+    table, factor = table if isinstance(table, tuple) else (table, 1.0)
+    per_position_A = table[1, 0, 0]  # of position 1, so the angles by which a position turns
+    angles_TA = torch.outer(micro_batch.position_ids_T.to(per_position_A.dtype), per_position_A)
+    if micro_batch.context is not None:
+        angles_TA = _as_picked(angles_TA, micro_batch.context.where, micro_batch.num_tokens)
+    return angles_TA[:, None, None, :], factor
 
 
 def _as_picked(angles_TA: Tensor, where: ContextRank, num_tokens: int) -> Tensor:
@@ -70,15 +45,46 @@ def _as_picked(angles_TA: Tensor, where: ContextRank, num_tokens: int) -> Tensor
     return table
 
 
-def rotate_by_position(model: nn.Module) -> None:
+class PositionedRotaryEmbedding(nn.Module):
+    """Wraps a model's RotaryEmbedding: inside a micro-batch forward, one table row per token, at its own position.
+
+    GPTModel ignores ``position_ids`` with rotary embeddings (gpt_model.py, ``_preprocess``). Outside a forward of psrl,
+    the wrapped module answers.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        if type(inner) is not RotaryEmbedding:
+            raise UnsupportedError(
+                f"prefix sharing knows plain rotary embeddings only, this model has {type(inner).__name__} "
+                "(rope scaling); set psrl.enable=false"
+            )
+        self.inner = inner
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return self.inner.get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Angles as ``rotary_angles`` gives them."""
+        micro_batch = active_micro_batch()
+        if micro_batch is None:
+            return self.inner(max_seq_len, *args, **kwargs)
+        return rotary_angles(self.inner, micro_batch)[0]
+
+
+def rotate_by_position(model: Any) -> None:
     """Hook one model chunk (an unwrapped GPTModel) so that every token is rotated to its own position. Mutates it.
+
+    Layers of latent attention have rotary embeddings of their own, see ``latent_attention.py``.
 
     Raises:
         UnsupportedError: the model uses another position embedding.
     """
-    if getattr(model, "position_embedding_type", "rope") != "rope" or not hasattr(model, "rotary_pos_emb"):
+    is_latent = model.config.multi_latent_attention
+    if model.position_embedding_type != "rope" or not (is_latent or hasattr(model, "rotary_pos_emb")):
         raise UnsupportedError(
-            f"prefix sharing needs rotary position embeddings, this model has "
-            f"{getattr(model, 'position_embedding_type', 'none')}; set psrl.enable=false"
+            f"prefix sharing needs rotary position embeddings, this model has {model.position_embedding_type}; set "
+            "psrl.enable=false"
         )
-    model.rotary_pos_emb = PositionedRotaryEmbedding(model.get_submodule("rotary_pos_emb"))
+    if not is_latent:
+        model.rotary_pos_emb = PositionedRotaryEmbedding(model.get_submodule("rotary_pos_emb"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from psrl.cost import ModelShape
+from psrl.cost import LatentShape, ModelShape
 
 
 def model_shape(config: Any, output_size: int) -> ModelShape:
@@ -23,6 +23,27 @@ def model_shape(config: Any, output_size: int) -> ModelShape:
         ffn_size=_visited_ffn_size(config),
         output_size=output_size,
         gated_mlp=config.gated_linear_unit,
+        latent=_latent_shape(config),
+    )
+
+
+def cached_values(config: Any, tensor_parallel: int) -> int:
+    """Numbers that a layer of one rank caches of a token: its heads' K and V, or the latent, which all ranks have."""
+    latent = _latent_shape(config)
+    if latent is not None:
+        return latent.cached_values
+    return 2 * max(1, config.num_query_groups // tensor_parallel) * config.kv_channels
+
+
+def _latent_shape(config: Any) -> LatentShape | None:
+    if not config.multi_latent_attention:
+        return None
+    return LatentShape(
+        query_rank=config.q_lora_rank or 0,
+        kv_rank=config.kv_lora_rank,
+        plain_dim=config.qk_head_dim,
+        rotary_dim=config.qk_pos_emb_head_dim,
+        value_dim=config.v_head_dim,
     )
 
 

@@ -23,13 +23,13 @@ from psrl.config import PSRLConfig
 from psrl.cost import KVFootprint
 from psrl.errors import ConfigError
 from psrl.integrations.megatron.budget import agreed_budget
-from psrl.integrations.megatron.core_attention import number_cache_layers, share_prefixes_in_spec
+from psrl.integrations.megatron.layer_spec import number_cache_layers, share_prefixes_in_spec
 from psrl.integrations.megatron.output_layer import PostponedOutputLayer, select_output_rows
 from psrl.integrations.megatron.passes import context_rank, token_multiple, vocab_shard_group
 from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
-from psrl.integrations.megatron.shape import model_shape
+from psrl.integrations.megatron.shape import cached_values, model_shape
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
@@ -137,10 +137,8 @@ class PrefixSharingMixin(_Engine):
         config = self.tf_config
         shape = model_shape(config, 1 if self.is_value_model else self.model_config.hf_config.vocab_size)
         num_layers = max(1, sum(self.chunk_layers))  # a stage without layers plans as if it had one
-        footprint = KVFootprint.of_layers(
-            num_layers,
-            max(1, config.num_query_groups // mpu.get_tensor_model_parallel_world_size()),
-            config.kv_channels,
+        footprint = KVFootprint.of_values(
+            num_layers * cached_values(config, mpu.get_tensor_model_parallel_world_size()),
             self.param_dtype.itemsize,
             agreed_budget(self._kv_budget(), num_layers, torch.device(get_device_id())),
             mpu.get_context_parallel_world_size(),

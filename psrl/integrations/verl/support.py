@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from psrl.errors import UnsupportedError
 from psrl.integrations.megatron.router_options import replays_routes, uses_statistics
 
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODELS = ("deepseek_v3", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of Hugging Face configurations that are tested."""
 
 _DROPPED_BIASES = {
+    "deepseek_v3": ("attention_bias",),
     "llama": ("attention_bias", "mlp_bias"),
     "qwen3": ("attention_bias",),
     "qwen3_moe": ("attention_bias",),
@@ -45,6 +46,8 @@ def check_model(hf_config: Any) -> None:
             raise UnsupportedError(f"{name}=True: the bridge for {model_type} drops these biases; use a model without")
     if model_type == "qwen3_moe":
         _check_experts(hf_config)
+    if model_type == "deepseek_v3":
+        _check_deepseek(hf_config)
     activation = getattr(hf_config, "hidden_act", None)
     if activation is not None and activation not in _SILU:
         raise UnsupportedError(
@@ -61,6 +64,43 @@ def _check_experts(hf_config: Any) -> None:
         raise UnsupportedError("norm_topk_prob=False: the bridge for qwen3_moe normalises the experts' weights")
     if getattr(hf_config, "decoder_sparse_step", 1) != 1 or getattr(hf_config, "mlp_only_layers", None):
         raise UnsupportedError("decoder_sparse_step, mlp_only_layers: the bridge for qwen3_moe puts experts everywhere")
+
+
+def _check_deepseek(hf_config: Any) -> None:
+    """What Megatron-Core computes whatever the configuration says."""
+
+    def option(name: str, default: Any) -> Any:
+        value = getattr(hf_config, name, None)
+        return default if value is None else value
+
+    if not option("norm_topk_prob", True):
+        raise UnsupportedError("norm_topk_prob=False: Megatron-Core normalises the experts' weights")
+    if not option("rope_interleave", True):
+        raise UnsupportedError("rope_interleave=False: Megatron-Core rotates neighbouring dimensions; use True")
+    groups, chosen, experts = option("n_group", 8), option("topk_group", 4), option("num_experts_per_tok", 8)
+    if groups > chosen and experts // chosen != 2:
+        raise UnsupportedError(
+            f"topk_group={chosen} with num_experts_per_tok={experts}: a group's score is the sum of its two best "
+            f"experts, Megatron-Core takes its {experts // chosen} best; use a model with two experts a chosen group"
+        )
+    rope = _rope(hf_config)
+    if _rope_type(rope) == "yarn":
+        is_odd = rope.get("mscale_all_dim") and not rope.get("mscale")
+        if is_odd or not rope.get("factor") or rope.get("attention_factor") or not rope.get("truncate", True):
+            raise UnsupportedError(
+                f"rope_parameters={dict(rope)!r}: YaRN is computed from factor, mscale and mscale_all_dim only, with "
+                "rounded bounds; set factor, mscale where mscale_all_dim is set, and neither attention_factor nor "
+                "truncate=false"
+            )
+
+
+def _rope(hf_config: Any) -> dict[str, Any]:
+    """Options of the rotary embedding, under their name of transformers 5 or the older one."""
+    return getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> None:
@@ -121,10 +161,12 @@ def _model(config: Any) -> Iterator[Refusal]:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(hf, name, None):
             yield Refusal(f"model.{name}", getattr(hf, name), "attention kernels have no soft cap", "use another model")
-    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default" or "mrope_section" in rope:
-        yield Refusal("model.rope_parameters", dict(rope), "positions are rotated plainly", "use rope_type=default")
+    rope = _rope(hf)
+    known = ("default", "yarn") if getattr(hf, "model_type", None) == "deepseek_v3" else ("default",)
+    if _rope_type(rope) not in known or "mrope_section" in rope:
+        yield Refusal(
+            "model.rope_parameters", dict(rope), "positions are rotated plainly", f"use rope_type={' or '.join(known)}"
+        )
     if hasattr(hf, "vision_config"):
         yield Refusal("model.vision_config", "...", "image features are not part of the prefix", "use a text model")
     if config.mtp.enable:
@@ -150,9 +192,11 @@ def _transformer(config: Any) -> Iterator[Refusal]:
     for name in ("mtp_num_layers", "fp8", "fp4", "window_size", "experimental_attention_variant"):
         if getattr(config, name, None):
             yield Refusal(key + name, getattr(config, name), "not built yet", "leave it unset")
-    for name in ("apply_rope_fusion", "fused_single_qkv_rope", "multi_latent_attention", "qk_clip"):
+    for name in ("apply_rope_fusion", "fused_single_qkv_rope", "qk_clip"):
         if getattr(config, name, False):
             yield Refusal(key + name, True, "not built yet", "set it to False")
+    if getattr(config, "multi_latent_attention", False):
+        yield from _latents(config)
     if getattr(config, "num_moe_experts", None):
         yield from _experts(config)
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
@@ -161,6 +205,20 @@ def _transformer(config: Any) -> Iterator[Refusal]:
         yield Refusal(
             key + "cuda_graph_impl", config.cuda_graph_impl, "micro-batches differ in shape", "set it to none"
         )
+
+
+def _latents(config: Any) -> Iterator[Refusal]:
+    key = "override_transformer_config."
+    if "mla_up_proj" in (config.recompute_modules or ()) and config.recompute_granularity == "selective":
+        yield Refusal(
+            key + "recompute_modules", ["mla_up_proj"], "a path is expanded in every micro-batch that reads it",
+            "recompute core_attn or whole layers",
+        )  # fmt: skip
+    for name in ("cache_mla_latents", "fine_grained_activation_offloading"):
+        if getattr(config, name, False):
+            yield Refusal(key + name, True, "not built yet for latent attention", "set it to False")
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        yield Refusal(key + "sequence_parallel", False, "ranks would have parts of a gradient only", "set it to True")
 
 
 def _experts(config: Any) -> Iterator[Refusal]:
@@ -200,5 +258,7 @@ def _replay(config: Any, engine: Any) -> Iterator[Refusal]:
             )  # fmt: skip
     elif not getattr(config, "num_moe_experts", None):
         yield Refusal("router_replay.mode", mode, "the model has no experts", "set it to disabled")
+    elif config.multi_latent_attention:
+        yield Refusal("router_replay.mode", mode, "not built yet for latent attention", "set it to disabled")
     elif config.moe_router_fusion:
         yield Refusal(key + "moe_router_fusion", True, "the fused router takes no routes", "set it to False")
