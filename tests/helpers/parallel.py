@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,8 +93,21 @@ def run_job(job: Job, layout: Layout) -> RankResult:
 
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
+        _destroy_groups()
     with _expert_bias_mapped(job.expert_bias):
         return _run(job, _worker(job, layout, job.engine))
+
+
+def _destroy_groups() -> None:
+    """End the groups of the layout before: Megatron-Core forgets them only, and each has threads that poll."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    gc.collect()  # engines that hold them
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def _run(job: Job, worker: Any) -> RankResult:
