@@ -53,10 +53,11 @@ class EpisodeOptions:
     """How long episodes are, how actions are read, where branches leave."""
 
     max_turns: int = 16
+    """Of an episode. A dataset row may name fewer; the job's prompt and response length always hold."""
     max_turn_tokens: int | None = None
-    """Tokens of a response at most; None: as many as the response length leaves."""
+    """Tokens of a response at most. None: as many as the response length leaves."""
     branch_turns: tuple[int, ...] = ()
-    """Turns, from 0, that are sampled again."""
+    """Turns, from 0, that are sampled again (``tree``, ``tree_step`` only)."""
     num_branches: int = 0
     """How often each of them is sampled again."""
     invalid_action_penalty: float = 0.0

@@ -22,15 +22,17 @@ class AgentParameters:
     """
 
     environment: str
+    """``textworld``, ``alfworld``, ``search`` or ``webshop``."""
     environment_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's class."""
     strategy: str = "step"
+    """How turns become samples: ``linear``, ``step``, ``step_window``, ``step_no_think``, ``tree`` or ``tree_step``."""
     window: int | None = None
     """Turns of history, ``step_window`` only."""
     action_format: str = "line"
-    """How actions are asked for, where the dataset row does not say."""
+    """How actions are asked for: ``line`` (``Action: …``) or ``menu`` (a letter). A dataset row may say otherwise."""
     discount: float = 1.0
-    """Of the return of a turn, for every turn between it and the reward."""
+    """Of the return of a turn (``psrl_return``), for every turn between it and the reward."""
     max_turns: int = 16
     max_turn_tokens: int | None = None
     branch_turns: tuple[int, ...] = ()

@@ -92,6 +92,10 @@ class SearchEnvironment(Environment):
     supports_copy = True
 
     def __init__(self, num_results: int = 3) -> None:
+        """
+        Args:
+            num_results: documents that a search shows at most.
+        """
         self.num_results = num_results
         self._index: SearchIndex | None = None
         self._answers: list[str] = []

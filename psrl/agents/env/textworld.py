@@ -31,6 +31,10 @@ class TextWorldEnvironment(Environment):
     """
 
     def __init__(self, progress_reward: float = 0.0) -> None:
+        """
+        Args:
+            progress_reward: reward of an action for every step that it comes closer to the end of the quest.
+        """
         self.progress_reward = progress_reward
         self._game: Any = None
         self._hidden: tuple[str, ...] = ()

@@ -133,7 +133,7 @@ class WebShopEnvironment(Environment):
     def __init__(self, url: str = "http://127.0.0.1:3000", timeout: float = 30.0, max_products: int = 10) -> None:
         """
         Args:
-            url: of the server.
+            url: address of the WebShop server.
             timeout: seconds to wait for a page.
             max_products: products shown of a page of results.
         """
