@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -172,13 +173,17 @@ def test_every_environment_with_options_is_in_the_reference():
 TAGS = re.compile(r"<(li|tr|pre|img|h1|h2|h3|blockquote)\b")
 
 
+def build_site(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A strict build. Not with ``--quiet``: then warnings do not count."""
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *options]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+
+
 def test_the_site_builds_and_shows_what_the_files_show(tmp_path):
     """As many lists, tables, pictures and code blocks as by GitHub's rules: the dialects differ in what they need."""
-    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install -e '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    result = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
-    )
+    result = build_site(tmp_path)
     assert result.returncode == 0, result.stderr
     for page in DOCS.glob("*.md"):
         built = tmp_path / ("index.html" if page.stem == "index" else f"{page.stem}/index.html")
@@ -186,3 +191,15 @@ def test_the_site_builds_and_shows_what_the_files_show(tmp_path):
         article, _, _ = article.partition("</article>")
         assert Counter(TAGS.findall(article)) == Counter(TAGS.findall(render(page))), page.name
         assert re.findall(r"<(?:link|script|img)\b[^>]*https?://[^>]*>", built.read_text()) == []  # nothing is fetched
+
+
+def test_the_build_refuses_wrong_links_and_pages_outside_the_navigation(tmp_path):
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(REPOSITORY / "mkdocs.yml", tmp_path)
+    (tmp_path / "docs" / "stray.md").write_text("# Stray\n[a](gone.md) [b](concepts.md#gone) [c](../README.md)\n")
+    result = build_site(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert result.returncode == 1
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 4
+    for wrong in ('not included in the "nav"', "'gone.md'", "'concepts.md#gone'", "'../README.md'"):
+        assert wrong in result.stderr
