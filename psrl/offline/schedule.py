@@ -12,6 +12,7 @@ from psrl.data import ReplaySample, padding_of
 from psrl.placement.cells import Cells, RowKey
 from psrl.placement.orchestrator import place_rows
 from psrl.placement.segments import segments_from_tokens
+from psrl.placement.upstream import upstream_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ def batches(
 
 
 def _place(step: int, epoch: int, rows: Sequence[ReplaySample], num_ranks: int) -> StepRows:
-    """Sessions stay on one rank where the equal number of rows allows it."""
+    """Sessions stay on one rank where the equal number of rows allows it, and no rank is busier than with the order
+    that veRL's trainer would take."""
     padded = [*rows, *(padding_of(rows[0]) for _ in range(-len(rows) % num_ranks))]
     keys = [RowKey(s.uid or s.session or s.where, s.session or s.where, s.index) for s in padded]
     is_padding_S = np.arange(len(padded)) >= len(rows)
@@ -108,6 +110,7 @@ def _place(step: int, epoch: int, rows: Sequence[ReplaySample], num_ranks: int) 
         cells,
         grouping="tokens",
         split_groups=True,
+        upstream_S=upstream_order(np.array([s.num_tokens for s in padded], dtype=np.int64), num_ranks),
     )
     grid = cells.split(placed.order_S)[:, 0]
     ranks = tuple(tuple(padded[row] for row in rank) for rank in grid.tolist())

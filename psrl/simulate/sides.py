@@ -16,9 +16,10 @@ from psrl.model_sizes import ModelSizes
 from psrl.placement.cells import Cells
 from psrl.placement.orchestrator import RowPlacement, evaluate, place_rows
 from psrl.placement.segments import Segments, segments_from_tokens
+from psrl.placement.upstream import upstream_order
 from psrl.planner import build_plan
 from psrl.simulate.cluster import ClusterLayout
-from psrl.simulate.partition import upstream_micro_batches, upstream_order
+from psrl.simulate.partition import upstream_micro_batches
 from psrl.simulate.trace import SimulatedTrace
 from psrl.simulate.work import PassAmounts, shared_passes, unshared_pass
 from psrl.types import IntArray, PlanStats
@@ -82,7 +83,15 @@ class Sides:
         """psrl's."""
         start = time.perf_counter()
         trace, cells = self.trace, self.cells
-        placement = place_rows(trace.keys, trace.is_padding_S, segments, cells, grouping="tokens", split_groups=True)
+        placement = place_rows(
+            trace.keys,
+            trace.is_padding_S,
+            segments,
+            cells,
+            grouping="tokens",
+            split_groups=True,
+            upstream_S=self._upstream_order(),
+        )
         placed = time.perf_counter()
         grid = cells.split(placement.order_S)
         forward = tuple(self._planned(rank.reshape(-1), forward_only=True) for rank in grid)
@@ -94,7 +103,7 @@ class Sides:
         """veRL's."""
         start = time.perf_counter()
         cells = self.cells
-        order = upstream_order(self.trace.samples.seqlens_S, self.layout.data)
+        order = self._upstream_order()
         placed = time.perf_counter()
         grid = cells.split(order)
         forward = self._packed([rank.reshape(-1) for rank in grid], self.infer_max_tokens, is_training=False)
@@ -107,6 +116,9 @@ class Sides:
             UNSHARED, tuple(forward), update, self._evaluated(order, segments), placed - start,
             (time.perf_counter() - placed) / self.layout.data,
         )  # fmt: skip
+
+    def _upstream_order(self) -> IntArray:
+        return upstream_order(self.trace.samples.seqlens_S, self.layout.data)
 
     def _evaluated(self, order_S: IntArray, segments: Segments) -> RowPlacement:
         return evaluate(self.trace.keys, self.trace.is_padding_S, segments, self.cells, order_S, "tokens")

@@ -1,5 +1,6 @@
 """Which samples an offline training's steps and ranks get, and its options."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from psrl.errors import ConfigError, InputError
 from psrl.offline.export import check_out
 from psrl.offline.options import Layout, OfflineOptions
 from psrl.offline.schedule import batches, epoch_batches, num_steps
+from psrl.placement.segments import segments_from_tokens
+from psrl.placement.upstream import upstream_order
+from tests.helpers.odd_rows import odd_rows
 
 
 def samples(num_sessions: int, num_turns: int) -> list[ReplaySample]:
@@ -145,3 +149,15 @@ def test_an_epoch_has_every_sample_once_and_keeps_sessions_together():
     orders = {(seed, epoch): order(epoch_batches(rows, 5, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4
     assert orders[1, 0] == order(first)
+
+
+def test_no_step_is_slower_than_with_the_order_of_verl():
+    for rows in odd_rows(30):
+        (rows_of,) = batches(rows, batch=12, rows_per_step=12, epochs=1, seed=1, num_ranks=4)
+        busiest = max(workload(rank) for rank in rows_of.steps[0].ranks)
+        upstream = upstream_order(np.array([row.num_tokens for row in rows]), 4).reshape(4, 3)
+        assert busiest <= (1 + 1e-9) * max(workload([rows[row] for row in rank]) for rank in upstream)
+
+
+def workload(rows: Sequence[ReplaySample]) -> float:
+    return segments_from_tokens([row.input_ids_N for row in rows]).workload(np.arange(len(rows)))

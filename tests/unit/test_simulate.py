@@ -12,16 +12,18 @@ from psrl.cost import LatentShape
 from psrl.data import ReplaySample
 from psrl.errors import ConfigError, InputError
 from psrl.model_sizes import NAMED_MODELS, ModelSizes, load_model
+from psrl.placement.upstream import balanced_partition, upstream_order
 from psrl.planner import build_plan
 from psrl.simulate.calibration import Calibration, CallOverhead, Direction, Link, load_calibration, presets
 from psrl.simulate.cluster import ClusterLayout, all_reduce_seconds, gather_seconds
 from psrl.simulate.costs import CostModel, StageCosts, expert_groups
 from psrl.simulate.job import Simulation, simulate
-from psrl.simulate.partition import balanced_partition, upstream_micro_batches, upstream_order
+from psrl.simulate.partition import upstream_micro_batches
 from psrl.simulate.schedule import Op, Pass, Pipeline, run_pipelines, stage_order
 from psrl.simulate.sides import Sides
 from psrl.simulate.trace import make_trace
 from psrl.simulate.work import Amounts, PassAmounts, shared_passes
+from tests.helpers.odd_rows import odd_rows
 
 NOTHING = Direction(0, 0, 0, 0, 0, 0, 0)
 FREE = CallOverhead(0, 0, 0, 0)
@@ -357,6 +359,14 @@ def test_amounts_of_a_plan_are_those_of_its_tree():
     assert sum(amounts.pairs for amounts in pass2.micro_batches) == 70 * 71 // 2
     assert sum(amounts.tokens for amounts in pass1.micro_batches) == plan.stats.spine_tokens == 38
     assert (pass1.is_training, pass2.is_training) == (False, True)
+
+
+def test_placement_is_never_slower_than_that_of_verl():
+    for rows in odd_rows(30):
+        sides = Sides(make_trace(rows, multiple=4), MODEL, ClusterLayout(4), 4, 1, 64, 64)
+        segments = sides.segments()
+        ours, upstream = sides.shared(segments).placement, sides.unshared(segments).placement
+        assert ours.critical_path <= upstream.critical_path * (1 + 1e-9)
 
 
 def test_shares_of_a_phase_add_up():
