@@ -185,7 +185,7 @@ def _lay_out(batch: SampleBatch, nodes: _Nodes) -> PrefixTree:
         parent_U=parent_U,
         end_U=np.repeat(start + subtree, length),
         depth_U=_ranges(begin, length),
-        index_N=_sample_index(rank[np.asarray(nodes.leaf_S)], parent, start, length),
+        index_N=_sample_index(rank[np.asarray(nodes.leaf_S, dtype=np.int64)], parent, start, length),
     )
 
 

@@ -30,6 +30,12 @@ class RouterLoads:
         known = self.tokens_per_expert_X.get(layer)
         self.tokens_per_expert_X[layer] = counts_X if known is None else known + counts_X
 
+    def of(self, layer: int, num_experts: int, device: torch.device) -> Tensor:
+        """[X] loads of a layer; zeros where the rank has no tokens, and so ran no micro-batch that counts."""
+        if not self.num_tokens:
+            return torch.zeros(num_experts, dtype=torch.float64, device=device)
+        return self.tokens_per_expert_X[layer]
+
     def finish(self, group: dist.ProcessGroup | None) -> None:
         """Add up the counts of ranks that hold parts of the same tokens. Collective over ``group``."""
         if group is None or not self.tokens_per_expert_X:

@@ -54,6 +54,13 @@ def nested(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
+def no_rows(dtype: torch.dtype) -> torch.Tensor:
+    """A jagged tensor of no rows."""
+    return torch.nested.nested_tensor_from_jagged(
+        torch.zeros(0, dtype=dtype), offsets=torch.zeros(1, dtype=torch.int64)
+    )
+
+
 def split_targets(row: Row) -> int:
     """First token of the response: the first target, or the last token where there is none. At least 1."""
     return row.loss_mask.index(1) if any(row.loss_mask) else len(row.input_ids) - 1
@@ -79,7 +86,7 @@ def batch_tensordict(
     def add(key: str, value: torch.Tensor) -> None:
         columns.setdefault(key, []).append(value)
 
-    for row in rows:
+    for row in rows or [Row([5, 6], [0, 1])]:  # without rows, the columns are those of any row
         start = split_targets(row)
         ids = torch.tensor(row.input_ids)
         mask = torch.tensor(row.loss_mask[start:])
@@ -103,10 +110,12 @@ def batch_tensordict(
             add("routed_experts", row.routed_experts)
     if "routed_experts" in columns:
         non_tensors = {"enable_routing_replay": True, **non_tensors}
-    batch = TensorDict({key: nested(value) for key, value in columns.items()}, batch_size=[len(rows)])
+    jagged = {key: nested(value) if rows else no_rows(value[0].dtype) for key, value in columns.items()}
+    batch = TensorDict(jagged, batch_size=[len(rows)])
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(rows)).clone()
     batch["temperature"] = temperatures
-    tu.assign_non_tensor_stack(batch, "uid", [row.uid for row in rows])
+    if rows:
+        tu.assign_non_tensor_stack(batch, "uid", [row.uid for row in rows])
     tu.assign_non_tensor(
         batch,
         use_dynamic_bsz=True,

@@ -10,7 +10,8 @@ from psrl.integrations.megatron.output_layer import PostponedOutputLayer
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import step_rows, tree_rows
-from tests.helpers.parallel import Job, Layout, check_job, reference, run_job
+from tests.helpers.parallel import Job, Layout, reference, run_job
+from tests.helpers.parallel_checks import check_job
 from tests.helpers.ranks import RankPool
 
 

@@ -1,6 +1,5 @@
 """Every parallel layout against one process without sharing: gradients, log-probs, weights after two steps of Adam."""
 
-import functools
 import os
 import time
 
@@ -8,48 +7,21 @@ import pytest
 import torch
 from verl.workers.config.engine import EngineRouterReplayConfig
 
-from tests.helpers import Row, make_checkpoint, value_loss_fn
-from tests.helpers.forests import FORESTS, step_rows, wide_rows
-from tests.helpers.parallel import Job, Layout, check_job, reference, run_job
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers import Row
+from tests.helpers.forests import FORESTS, step_rows
+from tests.helpers.parallel import Job, Layout, infer_and_train, reference, run_job
+from tests.helpers.parallel_checks import (
+    ROWS,
+    TOLERANCE,
+    check,
+    check_job,
+    check_router_losses,
+    split,
+    together,
+    unshared,
+)
+from tests.helpers.ranks import RankError
 from tests.helpers.routes import routed_rows
-
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pool = RankPool(4, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    @functools.cache
-    def make(kind="qwen3", tied=False, layers=4, **sizes):
-        return make_checkpoint(tmp_path_factory.mktemp(kind), kind, tied, layers=layers, **sizes)
-
-    return make
-
-
-def split(rows, num):
-    """Equal shares, the last rows left out."""
-    size = len(rows) // num
-    return [rows[i * size : (i + 1) * size] for i in range(num)]
-
-
-ROWS = {**FORESTS, "wide": wide_rows}
-
-
-def check(pool, layout, *, forest="step", dtype="float64", shares=None, **job):
-    dp = pool.size // (layout.tp * layout.pp * layout.cp)
-    job = Job(shares=shares or split(ROWS[forest](), dp), dtype=dtype, **job)
-    want = reference(job, f"{forest} {len(job.rows)} {(job.checkpoint, dtype, job.model_type, job.loss, job.engine)}")
-    results = pool.run(run_job, job, layout)
-    check_job(job, results, want, TOLERANCE[dtype])
-    return results, want
-
 
 PLAIN = {"use_distributed_optimizer": False}
 OVERLAP = {"override_ddp_config": {"overlap_grad_reduce": True}}
@@ -73,7 +45,7 @@ DENSE = {
 }
 
 
-DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-cp", "tp-ep", "tp-pp-ep", "pp-ep-full")
+DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-cp", "tp-ep", "tp-pp-ep", "pp-ep-full", "dense", "experts")
 """Cases of the default suite; the others are slow."""
 
 
@@ -167,6 +139,36 @@ def test_a_rank_of_padding_takes_part(pool, checkpoint):
     )
 
 
+EMPTY = {
+    "dense": ("qwen3", Layout(), {}),
+    "dense-plain-overlap": ("qwen3", Layout(), {**PLAIN, **OVERLAP}),
+    "dense-vpp": ("qwen3", Layout(pp=2, vpp=2), {}),
+    "experts": ("qwen3_moe", Layout(ep=2), {}),
+    "experts-tp": ("qwen3_moe", Layout(tp=2, ep=2), {}),
+    "experts-cp": ("qwen3_moe", Layout(cp=2, ep=2), {}),
+}
+
+
+@pytest.mark.parametrize("name", cases(EMPTY))
+def test_a_rank_without_rows_takes_part(pool, checkpoint, name):
+    kind, layout, engine = EMPTY[name]
+    shares = [[], step_rows(1, 4)[-2:], [], step_rows(1, 2, seed=3)][: 4 // (layout.tp * layout.pp * layout.cp)]
+    # Upstream's loop over mini-batches goes by the rows of its rank, so no step of Adam here.
+    job = {"shares": shares, "checkpoint": checkpoint(kind), "engine": engine, "adam": False}
+    _, want = check(pool, layout, forest="empty", **job)
+    (wanted_outputs,) = want.outputs.values()
+    (wanted_loss,) = want.losses.values()
+    for dp_rank, called in pool.run(infer_and_train, Job(**job), layout):
+        if called is None:  # a stage without outputs
+            continue
+        log_probs, loss, grad_norm = called
+        start = sum(map(len, shares[:dp_rank]))
+        assert len(log_probs) == len(shares[dp_rank])
+        for got, expected in zip(log_probs, wanted_outputs["log_probs"][start:], strict=False):
+            assert got.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
+        assert loss == pytest.approx(wanted_loss, rel=1e-6) and grad_norm > 0
+
+
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.3}
 BIASED = {**BALANCED, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 LAYOUTS_OF_ONE_REPLICA = {
@@ -189,12 +191,50 @@ def test_losses_and_statistics_of_routers(pool, checkpoint, name):
         engine={"override_transformer_config": BIASED},
         expert_bias=True,
     )
-    (wanted,) = want.router_losses.values()
-    for kind, values in wanted.items():
-        got = sum(result.router_losses[5][kind] for result in results)
-        assert values.min() > 0 and got.tolist() == pytest.approx(values.tolist(), rel=1e-6), kind
+    check_router_losses(results, want, 5)
     biases = {name: grad for name, grad in results[0].grads[5].items() if name.endswith("correction_bias")}
     assert len(biases) == 2 and all(bias.abs().max() > 0 for bias in biases.values())
+
+
+LAYOUTS_OF_TWO_REPLICAS = {
+    "dp-pp-ep": Layout(pp=2, ep=2),
+    "dp-pp": Layout(pp=2),
+    "dp-tp-ep": Layout(tp=2, ep=2),
+    "dp-cp-ep": Layout(cp=2, ep=2),
+}
+
+
+@pytest.mark.parametrize("name", cases(LAYOUTS_OF_TWO_REPLICAS))
+def test_losses_of_routers_with_data_parallel(pool, checkpoint, name):
+    """Every replica balances the experts of its own samples, as without sharing; biases follow those of all."""
+    job = Job(
+        checkpoint("qwen3_moe", layers=2, expert_bias=True),
+        split(ROWS["tree"](), 2),
+        budgets=(5,),
+        engine={"override_transformer_config": BIASED},
+        expert_bias=True,
+    )
+    want = together(job, unshared(pool, job, Layout(pp=2, ep=2)))
+    results = pool.run(run_job, job, LAYOUTS_OF_TWO_REPLICAS[name])
+    check_job(job, results, want, TOLERANCE["float64"])
+    check_router_losses(results, want, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, ep=2)], ids=["pp", "tp-ep"])
+def test_losses_of_routers_beside_a_rank_without_rows(pool, checkpoint, layout):
+    """Its loss is 0, so the mean over two replicas is half of the other's."""
+    folder = checkpoint("qwen3_moe", layers=2, expert_bias=True)
+    half = {**BIASED, "moe_aux_loss_coeff": 0.25, "moe_z_loss_coeff": 0.15}
+    rows = ROWS["tree"]()
+    jobs = [
+        Job(folder, [[], rows], (5,), engine={"override_transformer_config": options}, expert_bias=True, adam=False)
+        for options in (BIASED, half)
+    ]
+    want = reference(jobs[1], "beside an empty rank")
+    results = pool.run(run_job, jobs[0], layout)
+    check_job(jobs[0], results, want, TOLERANCE["float64"])
+    check_router_losses(results, want, 5)
 
 
 @pytest.mark.slow
@@ -205,34 +245,6 @@ def test_losses_and_statistics_of_routers(pool, checkpoint, name):
 def test_float32(pool, checkpoint, layout, forest):
     """A small step: Adam's first ones are as long for a gradient of mere rounding errors as for any other."""
     check(pool, layout, forest=forest, dtype="float32", checkpoint=checkpoint(), budgets=(3, 1000), lr=1e-4)
-
-
-UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [{}, {"override_transformer_config": UNEVEN}])
-def test_tied_embeddings_and_uneven_stages(pool, checkpoint, engine):
-    check(pool, Layout(tp=2, pp=2), forest="tree", checkpoint=checkpoint("qwen2", tied=True), engine=engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, cp=2)], ids=["tp", "tp-cp"])
-def test_critic(pool, checkpoint, layout):
-    """The value head sees all rows of its context-parallel rank, under sequence parallelism too."""
-    rows = FORESTS["tree"]()
-    for index, row in enumerate(rows):
-        num = sum(row.loss_mask)
-        row.extra = {"values": [0.1 * index] * num, "returns": [0.3 - 0.2 * t for t in range(num)]}
-    check(
-        pool,
-        layout,
-        forest="critic",
-        shares=split(rows, 2 // layout.cp),
-        checkpoint=checkpoint(),
-        model_type="value_model",
-        loss=(value_loss_fn, {}),
-    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from psrl.placement.orchestrator import evaluate, place_rows
 from psrl.placement.segments import segments_from_tokens
 from tests.helpers import Row, make_checkpoint
 from tests.helpers.forests import step_rows
-from tests.helpers.parallel import Job, Layout, check_job, reference, run_job
+from tests.helpers.parallel import Job, Layout, reference, run_job
+from tests.helpers.parallel_checks import check_job
 from tests.helpers.ranks import RankPool
 
 MINI_BATCH_ROWS, BUDGET = 8, 24

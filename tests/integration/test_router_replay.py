@@ -15,7 +15,8 @@ from psrl.integrations.verl.routes import replayed_routes, take_routes
 from tests.helpers import batch_tensordict, make_checkpoint, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import run_update
 from tests.helpers.forests import FORESTS, degenerate_rows, step_rows, tree_rows
-from tests.helpers.parallel import Job, Layout, check_job, reference, run_job
+from tests.helpers.parallel import Job, Layout, reference, run_job
+from tests.helpers.parallel_checks import check_job
 from tests.helpers.routes import routed_rows, without_routes
 
 LAYERS = 2

@@ -140,6 +140,15 @@ def test_more_waves_as_the_budget_shrinks():
     assert waves[0] == 1 < waves[1] < waves[2]
 
 
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_no_samples_are_no_micro_batches(forward_only):
+    batch = SampleBatch.from_lists([], [])
+    plan = plan_of(batch, 5, forward_only=forward_only)
+    check_plan(plan, batch, FOOTPRINT)
+    assert plan.micro_batches == () and plan.waves == (Wave((), ()),)
+    assert plan.stats.kv_bytes_peak == 0 and plan.stats.prefix_match_rate == 0.0
+
+
 def test_errors_name_the_way_out():
     batch = SampleBatch.from_lists([range(40)], [[0] + [1] * 39])
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, got 0"):

@@ -63,8 +63,9 @@ class PrefixRouter(TopKRouter):
             return probs
         router_pass, weights_T = self._pass()
         assert router_pass.loads is not None
-        total = router_pass.num_tokens
-        loads_X = router_pass.loads.tokens_per_expert_X[self.layer()].to(scores_for_aux_loss.dtype)
+        total = max(1, router_pass.num_tokens)  # a rank without rows has only weights of 0
+        loads_X = router_pass.loads.of(self.layer(), scores_for_aux_loss.shape[-1], scores_for_aux_loss.device)
+        loads_X = loads_X.to(scores_for_aux_loss.dtype)
         per_expert_X = weights_T.to(scores_for_aux_loss.dtype) @ scores_for_aux_loss
         loss = (loads_X * per_expert_X).sum() * (coeff * len(loads_X) / (self.topk * total * total))
         self._log("load_balancing_loss", loss / coeff, reduce_group=self.tp_cp_group)
@@ -77,7 +78,7 @@ class PrefixRouter(TopKRouter):
             return logits
         router_pass, weights_T = self._pass()
         squares_T = torch.logsumexp(logits, dim=-1).square()
-        loss = (weights_T.to(squares_T.dtype) * squares_T).sum() * (coeff / router_pass.num_tokens)
+        loss = (weights_T.to(squares_T.dtype) * squares_T).sum() * (coeff / max(1, router_pass.num_tokens))
         self._log("z_loss", loss / coeff)
         return MoEAuxLossAutoScaler.apply(logits, loss * router_pass.loss_scale)
 

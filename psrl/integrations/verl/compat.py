@@ -75,6 +75,22 @@ def bridges_of_psrl() -> None:
     import psrl.integrations.megatron.bridges  # noqa: F401  registers them
 
 
+@HOOKS.add(
+    cause="only the bridges of Qwen2 and its heirs know that with tied embeddings the last pipeline stage's output "
+    "layer is a copy of the embedding; the others look for lm_head.weight, which such a checkpoint has not",
+    upstream="mbridge/core/bridge.py:593 (_adjust_mapping_for_shared_weights, _get_hf_shared_weight_keys), overridden "
+    "in mbridge/models/qwen2.py:58, not in llama.py and qwen2moe.py",
+    remove_when="the base class does what Qwen2Bridge does",
+)
+def tied_embeddings_on_the_last_stage() -> None:
+    from mbridge.core.bridge import Bridge
+    from mbridge.models.qwen2 import Qwen2Bridge
+
+    base: Any = Bridge
+    base._adjust_mapping_for_shared_weights = Qwen2Bridge._adjust_mapping_for_shared_weights
+    base._get_hf_shared_weight_keys = Qwen2Bridge._get_hf_shared_weight_keys
+
+
 _NOISY_WARNINGS = (DeprecationWarning, FutureWarning, UserWarning)
 
 

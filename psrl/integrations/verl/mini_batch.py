@@ -216,7 +216,12 @@ class MiniBatchRun:
 
     # ----------------------------------------------------------------------------------------------------- loss
     def _evaluate(self, samples: IntArray | None, outputs: dict[str, Tensor]) -> Tensor:
-        """veRL's loss of some samples, or of all; the metrics of the last call are kept."""
+        """veRL's loss of some samples, or of all; the metrics of the last call are kept.
+
+        A rank without rows has loss 0 and no metrics: upstream's losses cannot be called on none.
+        """
+        if not self._samples.num_samples:
+            return torch.zeros((), dtype=self._engine.output_dtype)
         data = self._rows.data if samples is None else self._rows.select(samples)
         assert self._loss_function is not None
         loss, self._metrics = self._loss_function(
@@ -228,6 +233,8 @@ class MiniBatchRun:
         if not _has_outputs():
             return {}
         whole = {"model_output": ledger.sample_outputs(), "loss": loss, "metrics": self._metrics}
+        if not self._samples.num_samples:  # upstream cannot join jagged tensors of no rows
+            return {**whole, "loss": [loss]}
         return postprocess_batch_func([whole], indices=[list(range(self._samples.num_samples))], data=self._rows.data)
 
 
