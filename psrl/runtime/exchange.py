@@ -31,6 +31,9 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
         k_TKH, v_TKH: [t, K, H] under context parallelism. Then collective over the context-parallel group.
     """
     mb = execution.micro_batch.plan
+    if execution.backward and torch.is_grad_enabled() and not k_TKH.requires_grad:
+        # Nothing before them is trained (adapters of later layers only), but their backward keeps the cache's books.
+        k_TKH, v_TKH = k_TKH.detach().requires_grad_(), v_TKH.detach().requires_grad_()
     if execution.micro_batch.context is not None:
         if execution.backward:
             return KVPair(*_ContextPathAndTap.apply(k_TKH, v_TKH, execution, layer))

@@ -174,8 +174,9 @@ def test_engine_config_takes_the_psrl_group():
 
 
 @no_gpu
-def test_megatron_bridge_is_refused_without_a_gpu():
-    with pytest.raises(UnsupportedError, match="vanilla_mbridge=False"):
+def test_megatron_bridge_is_refused_where_it_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.bridge", None)
+    with pytest.raises(UnsupportedError, match="vanilla_mbridge=False needs Megatron-Bridge"):
         PSRLEngineConfig(vanilla_mbridge=False)
 
 

@@ -41,6 +41,7 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(), engine(), model(LlamaConfig()))
     check_supported(transformer(), engine(), model(MistralConfig(sliding_window=None)))
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
+    check_supported(transformer(), engine(), model(lora={"rank": 8, "type": "lora", "dropout": 0.0}))
 
 
 LATENTS = {"multi_latent_attention": True}
@@ -201,6 +202,9 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
         ),
         ("model.mtp.enable=True", model(DeepseekV3Config(), mtp=True)),
         ("model.lora_rank=8", model(lora_rank=8)),
+        ("model.lora.dropout=0.1", model(lora={"rank": 8, "dropout": 0.1})),
+        ("model.lora.type='dora'", model(lora={"rank": 8, "type": "dora"})),
+        ("model.lora.rank=8", model(Qwen3MoeConfig(norm_topk_prob=True), lora={"rank": 8})),
         ("model_type 'gemma'", model(GemmaConfig())),
     ],
 )

@@ -88,7 +88,12 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{A}.megatron.qat.enable=true", f"{A}.megatron.qat.enable=True rules out prefix sharing"),
         (f"{A}.megatron.router_replay.mode=R3", f"set {R}.enable_rollout_routing_replay=true"),
         (f"{A}.megatron.vanilla_mbridge=false", f"{A}.megatron.vanilla_mbridge must be true where trainer.device is"),
-        ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=8 rules out prefix sharing"),
+        ("actor_rollout_ref.model.lora_rank=8", "lora_rank=8 is an option of FSDP: set actor_rollout_ref.model.lora."),
+        ("actor_rollout_ref.model.lora.rank=8", f"lora.rank=8 needs Megatron-Bridge: set {A}.megatron.vanilla_mbridge"),
+        (
+            "actor_rollout_ref.model.lora={rank: 8, dropout: 0.1}",
+            "actor_rollout_ref.model.lora.dropout=0.1 rules out prefix sharing",
+        ),
         ("actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.model.use_remove_padding=False rules"),
         ("psrl.fingerprint_stride=0", "psrl.fingerprint_stride must be an integer of at least 1, got 0"),
         (

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
 )
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -77,9 +77,13 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = _norm_weight(input_size, config)
+        self.return_layernorm_output = False
+        """Return ``((output, norm's output), bias)``, for an adapter beside the projection."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+        normed = rms_norm(x, self.layer_norm_weight, self.eps)
+        output, bias = super().forward(normed, *args, **kwargs)
+        return ((output, normed) if self.return_layernorm_output else output), bias
 
 
 class DuplicatedLinear(torch.nn.Module):
@@ -267,25 +271,28 @@ def layer_specs(attention_backend: str = "auto") -> Iterator[None]:
     Cause: ``TESpecProvider``, ``TENorm`` and ``TELinear`` are unbound without TransformerEngine
     (megatron/core/models/gpt/gpt_layer_specs.py:45, used at :222 and :527;
     megatron/core/transformer/multi_latent_attention.py:56, compared with at :399), and mbridge builds its specs inside
-    ``_get_transformer_layer_spec`` (mbridge/core/llm_bridge.py:149). Remove when Megatron-Core takes the provider as
-    an argument.
+    ``_get_transformer_layer_spec`` (mbridge/core/llm_bridge.py:149). Megatron-Bridge gives the spec of a layer, to
+    which Megatron-Core adds a last norm of its choice, without sequence parallelism
+    (transformer/transformer_block.py, ``LayerNormImpl``). Remove when Megatron-Core takes the provider as an argument.
     """
     if uses_transformer_engine():
         yield
         return
+    provider = functools.partial(LocalLayerProvider, attention_backend)
     replacements: list[tuple[Any, str, Any]] = [
-        (gpt_layer_specs, "TESpecProvider", functools.partial(LocalLayerProvider, attention_backend)),
+        (gpt_layer_specs, "TESpecProvider", provider),
         (gpt_layer_specs, "TENorm", RMSNorm),
         (multi_latent_attention, "TELinear", DuplicatedLinear),
+        (transformer_block, "LayerNormImpl", RMSNorm),
     ]
     missing = object()
-    previous = [getattr(module, name, missing) for module, name, _ in replacements]
+    previous = [(module, name, getattr(module, name, missing)) for module, name, _ in replacements]
     for module, name, value in replacements:
         setattr(module, name, value)
     try:
         yield
     finally:
-        for (module, name, _), value in zip(replacements, previous, strict=True):
+        for module, name, value in previous:
             if value is missing:
                 delattr(module, name)
             else:

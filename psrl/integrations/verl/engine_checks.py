@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.verl.support import check_model, engine_refusals
+from psrl.integrations.verl.support import check_model, engine_refusals, lora_refusals
 
 Get = Callable[[str], Any]
 """Value of a job's key, None where there is none."""
@@ -47,12 +47,27 @@ def check_engine_options(get: Get, engines: Iterable[str]) -> None:
                 f"{place}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
                 f"{refusal.way_out}, or set psrl.enable=false"
             )
-        for name in ("lora_rank", "lora.rank", "mtp.enable"):
-            if value := get(f"{model}.{name}"):
-                raise UnsupportedError(
-                    f"{model}.{name}={value!r} rules out prefix sharing (not built yet): set it to "
-                    f"{'false' if value is True else 0}, or set psrl.enable=false"
-                )
+        if get(f"{model}.mtp.enable"):
+            raise UnsupportedError(
+                f"{model}.mtp.enable=True rules out prefix sharing (not built yet): set it to false, or set "
+                "psrl.enable=false"
+            )
+        _check_adapters(get, engine, model)
+
+
+def _check_adapters(get: Get, engine: str, model: str) -> None:
+    if value := get(f"{model}.lora_rank"):
+        raise UnsupportedError(f"{model}.lora_rank={value!r} is an option of FSDP: set {model}.lora.rank")
+    lora = dict(get(f"{model}.lora") or {})
+    for refusal in lora_refusals(lora, ""):  # the workers know the model
+        raise UnsupportedError(
+            f"{model}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
+            f"{refusal.way_out}, or set psrl.enable=false"
+        )
+    if lora.get("rank", 0) and get(f"{engine}.megatron.vanilla_mbridge"):
+        raise ConfigError(
+            f"{model}.lora.rank={lora['rank']} needs Megatron-Bridge: set {engine}.megatron.vanilla_mbridge=false"
+        )
 
 
 def check_bridge(get: Get, engines: Iterable[str], device: str) -> None:
@@ -63,7 +78,7 @@ def check_bridge(get: Get, engines: Iterable[str], device: str) -> None:
     for engine in engines:
         key = f"{engine}.megatron.vanilla_mbridge"
         if device == "cpu" and get(key) is False:
-            raise ConfigError(f"{key} must be true where trainer.device is cpu: Megatron-Bridge needs a GPU")
+            raise ConfigError(f"{key} must be true where trainer.device is cpu: jobs with Megatron-Bridge need a GPU")
 
 
 def check_router_replay(get: Get) -> None:

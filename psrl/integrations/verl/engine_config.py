@@ -10,7 +10,7 @@ from verl.workers.config.engine import EngineConfig
 
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.megatron import cpu_device
+from psrl.integrations.megatron import bridge, cpu_device
 
 CPU_DTYPES = ("float32", "float64", "bfloat16")
 """float16 needs TransformerEngine's optimizer."""
@@ -22,7 +22,7 @@ CUDA_DTYPES = ("float32", "bfloat16", "float16")
 class PSRLEngineConfig(McoreEngineConfig):
     """As ``McoreEngineConfig``, with prefix sharing in ``psrl`` and more choices of ``dtype``.
 
-    ``vanilla_mbridge`` is True by default on the CPU, where Megatron-Bridge cannot be imported.
+    ``vanilla_mbridge`` is True by default on the CPU, where Megatron-Bridge can seldom be imported.
     ``sequence_parallel`` is set to False where ``tensor_model_parallel_size`` is 1, as upstream.
     """
 
@@ -44,8 +44,6 @@ class PSRLEngineConfig(McoreEngineConfig):
                 "entropy_from_logits_with_chunking rounds to float32: set it to False with dtype=float64"
             )
         if cpu_device.is_active() and not self.vanilla_mbridge:
-            raise UnsupportedError(
-                "vanilla_mbridge=False needs Megatron-Bridge and TransformerEngine, which need a GPU: set it to True"
-            )
+            bridge.check_importable()
         if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False

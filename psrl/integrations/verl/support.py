@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from psrl.errors import UnsupportedError
@@ -171,8 +171,23 @@ def _model(config: Any) -> Iterator[Refusal]:
         yield Refusal("model.vision_config", "...", "image features are not part of the prefix", "use a text model")
     if config.mtp.enable:
         yield Refusal("model.mtp.enable", True, "multi-token prediction reads tokens of one sample", "set it to False")
-    if config.lora_rank or config.lora.get("rank", 0):
-        yield Refusal("model.lora_rank", config.lora_rank or config.lora["rank"], "not built yet", "set it to 0")
+    if config.lora_rank:
+        yield Refusal("model.lora_rank", config.lora_rank, "it is FSDP's", "set model.lora.rank")
+    for option, value, reason, way_out in lora_refusals(config.lora, getattr(hf, "model_type", "")):
+        yield Refusal(f"model.{option}", value, reason, way_out)
+
+
+def lora_refusals(lora: Mapping[str, Any], model_type: str) -> Iterator[Refusal]:
+    """Options of ``model.lora`` that rule sharing out. Adapters beside projections work token by token, as these do."""
+    if not lora.get("rank", 0):
+        return
+    kind = lora.get("type", "lora")
+    if kind != "lora":
+        yield Refusal("lora.type", kind, "not tested", "set it to lora")
+    if lora.get("dropout", 0.0):
+        yield Refusal("lora.dropout", lora["dropout"], _ONE_SAMPLE, "set it to 0.0")
+    if model_type == "qwen3_moe":
+        yield Refusal("lora.rank", lora["rank"], "adapters of experts are not tested", "set it to 0")
 
 
 def _sliding_window(hf: Any) -> str | None:
