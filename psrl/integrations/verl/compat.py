@@ -72,7 +72,7 @@ def bridge_owns_its_weight_map() -> None:
     remove_when="mbridge has bridges that make those of psrl superfluous",
 )
 def bridges_of_psrl() -> None:
-    import psrl.integrations.megatron.bridges  # noqa: F401  registers them
+    import psrl.integrations.megatron.mbridge_models  # noqa: F401  registers them
 
 
 @HOOKS.add(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from psrl.integrations.megatron import bridge, cpu_device, float64
+from psrl.integrations.megatron import cpu_device, float64, megatron_bridge
 from psrl.integrations.megatron.local_spec import layer_specs, uses_transformer_engine
 from psrl.integrations.verl import compat, platform
 from psrl.integrations.verl.value_head import allow_missing_head
@@ -47,7 +47,7 @@ class DeviceModeMixin(_Engine):
 
     def _build_tf_config(self) -> None:
         if not self.engine_config.vanilla_mbridge:
-            bridge.install()
+            megatron_bridge.install()
         super()._build_tf_config()
         if self.is_value_model and self.vanilla_bridge:
             allow_missing_head(self.bridge)
@@ -56,7 +56,7 @@ class DeviceModeMixin(_Engine):
         with layer_specs(self.engine_config.psrl.attention_backend):
             module = super()._build_megatron_module()
         if self.peft_cls is not None and not uses_transformer_engine():
-            bridge.feed_adapters(module)
+            megatron_bridge.feed_adapters(module)
         return module
 
     def _resolve_override_ddp_config(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from verl.workers.config.engine import EngineConfig
 
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.megatron import bridge, cpu_device
+from psrl.integrations.megatron import cpu_device, megatron_bridge
 
 CPU_DTYPES = ("float32", "float64", "bfloat16")
 """float16 needs TransformerEngine's optimizer."""
@@ -44,6 +44,6 @@ class PSRLEngineConfig(McoreEngineConfig):
                 "entropy_from_logits_with_chunking rounds to float32: set it to False with dtype=float64"
             )
         if cpu_device.is_active() and not self.vanilla_mbridge:
-            bridge.check_importable()
+            megatron_bridge.check_importable()
         if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False

@@ -186,8 +186,8 @@ def lora_refusals(lora: Mapping[str, Any], model_type: str) -> Iterator[Refusal]
         yield Refusal("lora.type", kind, "not tested", "set it to lora")
     if lora.get("dropout", 0.0):
         yield Refusal("lora.dropout", lora["dropout"], _ONE_SAMPLE, "set it to 0.0")
-    if model_type == "qwen3_moe":
-        yield Refusal("lora.rank", lora["rank"], "adapters of experts are not tested", "set it to 0")
+    if model_type in ("qwen3_moe", "deepseek_v3"):
+        yield Refusal("lora.rank", lora["rank"], "adapters of experts and latents are not tested", "set it to 0")
 
 
 def _sliding_window(hf: Any) -> str | None:
