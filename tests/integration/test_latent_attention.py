@@ -19,7 +19,8 @@ from psrl.integrations.megatron.layer_spec import share_prefixes_in_spec
 from tests.helpers import Row, hf_truth, make_checkpoint, make_worker, ppo_loss_fn, relative_errors, value_loss_fn
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import FORESTS, step_rows, tree_rows
-from tests.helpers.parallel import Job, Layout, check_job, reference, run_job
+from tests.helpers.parallel import Job, Layout, reference, run_job
+from tests.helpers.parallel_checks import check_job
 from tests.helpers.ranks import RankPool
 
 YARN = {
