@@ -12,7 +12,7 @@ import numpy as np
 
 from psrl.packing import Bin
 from psrl.tree import PrefixTree
-from psrl.types import Edges, FloatArray, IntArray, KVBlock, MicroBatch, Span
+from psrl.types import CachePolicy, Edges, FloatArray, IntArray, KVBlock, MicroBatch, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,13 @@ def assemble(
     cost_U: FloatArray,
     *,
     executions: int,
+    cache: CachePolicy,
 ) -> Pieces:
     """Build micro-batches and blocks.
 
     Args:
         executions: how often a spine segment runs (2 in an update: both passes read its path).
+        cache: how blocks are cut, and whether leaves have some.
     """
     locals_ = [_segment(tree, tokens) for tokens in segments] + [_leaf(tree, b) for b in bins]
     owner_U = np.empty(tree.num_tokens, dtype=np.int64)
@@ -61,7 +63,9 @@ def assemble(
         owner_U[local.tokens_T] = m
         index_U[local.tokens_T] = np.arange(len(local.tokens_T))
 
-    spans, block_of_end = _cut_blocks(tree, segments, [local.tip for local in locals_])
+    spans, block_of_end = _cut_blocks(tree, segments, [local.tip for local in locals_], cache.page_tokens)
+    if cache.stores_leaves:
+        spans += [span for packed in bins for span in _leaf_blocks(tree, packed, cache.page_tokens)]
     paths = [_path_blocks(tree, spans, block_of_end, local.tip) for local in locals_]
     ref_counts = [0] * len(spans)
     for m, path in enumerate(paths):
@@ -71,6 +75,8 @@ def assemble(
     own: list[list[int]] = [[] for _ in locals_]
     for block in blocks:
         own[block.writer].append(block.block_id)
+    for written in own[len(segments) :]:
+        written.sort(key=lambda b: int(index_U[spans[b].start]))
 
     outputs = _split_edges(edges, owner_U, index_U, len(locals_))
     micro_batches = tuple(
@@ -124,9 +130,9 @@ def _leaf(tree: PrefixTree, packed: Bin) -> _Local:
 
 # ------------------------------------------------------------------------------------------------------- blocks
 def _cut_blocks(
-    tree: PrefixTree, segments: Sequence[IntArray], tips: Sequence[int]
+    tree: PrefixTree, segments: Sequence[IntArray], tips: Sequence[int], page_tokens: int
 ) -> tuple[list[Span], dict[int, int]]:
-    """Cut the spine wherever the set of readers may change: segment starts, forks, and ends of paths.
+    """Cut the spine wherever the set of readers may change: segment starts, forks, and ends of paths. Also at pages.
 
     Returns the spans in preorder and, for the last token of each, its block.
     """
@@ -140,11 +146,26 @@ def _cut_blocks(
     starts_block[forks] = True
     starts_block[tree.parent_U[forks] + 1] = True
     starts_block[np.asarray(tips, dtype=np.int64) + 1] = True
+    if page_tokens > 1:
+        starts_block[:-1] |= tree.depth_U % page_tokens == 0
     bounds = np.flatnonzero(starts_block[spine])
     firsts = spine[bounds]
     lasts = spine[np.append(bounds[1:], len(spine)) - 1]
     spans = [Span(a, b + 1) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)]
     return spans, {span.end - 1: block for block, span in enumerate(spans)}
+
+
+def _leaf_blocks(tree: PrefixTree, packed: Bin, page_tokens: int) -> list[Span]:
+    """Blocks of what a leaf micro-batch computes: its subtrees, cut into pages."""
+    spans: list[Span] = []
+    for member in packed.members:
+        starts = [member.root]
+        if page_tokens > 1:
+            tokens = np.arange(member.root + 1, member.end)
+            cuts = (tree.depth_U[tokens] % page_tokens == 0) | (tree.parent_U[tokens] != tokens - 1)
+            starts += tokens[cuts].tolist()
+        spans += [Span(a, b) for a, b in zip(starts, [*starts[1:], member.end], strict=True)]
+    return spans
 
 
 def _path_blocks(tree: PrefixTree, spans: Sequence[Span], block_of_end: dict[int, int], tip: int) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ class LightSubtree:
     end: int
     attach: int
     cost: float
+    load: int
+    """What it takes of a bin's capacity: its tokens, unless capacities are of something else."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,38 +84,48 @@ def _cut_evenly(tokens: IntArray, cost_U: FloatArray, max_tokens: int) -> list[I
     return segments
 
 
-def pack_light_subtrees(tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray, max_tokens: int) -> list[Bin]:
-    """Pack the light subtrees into few bins of at most ``max_tokens`` tokens, then even out their cost.
+def pack_light_subtrees(
+    tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray, capacity: int, *, load_U: IntArray | None = None
+) -> list[Bin]:
+    """Pack the light subtrees into few bins of at most ``capacity`` tokens, then even out their cost.
 
     First-fit decreasing fixes the number of bins; longest-processing-time assignment to that many bins balances cost
-    and is taken where it respects budget and root paths.
+    and is taken where it respects budget and root paths. A subtree that no bin can take gets one of its own.
+
+    Args:
+        load_U: [U] what the subtree of each token takes of the capacity; None: its tokens.
     """
-    items = _light_subtrees(tree, spine_U, cost_U)
+    items = light_subtrees(tree, spine_U, cost_U, tree.end_U - np.arange(tree.num_tokens) if load_U is None else load_U)
     if not items:
         return []
-    fewest = _assign(tree, sorted(items, key=lambda x: (-x.num_tokens, x.root)), max_tokens, num_bins=None)
+    fewest = _assign(tree, sorted(items, key=lambda x: (-x.load, x.root)), capacity, num_bins=None)
     assert fewest is not None  # an open number of bins always fits
     if len(fewest) == 1:
         return fewest
-    balanced = _assign(tree, sorted(items, key=lambda x: (-x.cost, x.root)), max_tokens, num_bins=len(fewest))
+    balanced = _assign(tree, sorted(items, key=lambda x: (-x.cost, x.root)), capacity, num_bins=len(fewest))
     if balanced is None or _largest_cost(balanced) > _largest_cost(fewest):
         return fewest
     return balanced
 
 
-def _light_subtrees(tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray) -> list[LightSubtree]:
+def light_subtrees(tree: PrefixTree, spine_U: np.ndarray, cost_U: FloatArray, load_U: IntArray) -> list[LightSubtree]:
+    """What is left of the tree without the spine."""
     below_spine = (tree.parent_U < 0) | spine_U[tree.parent_U]
     roots = np.flatnonzero(~spine_U & below_spine)
     total = np.concatenate([[0.0], np.cumsum(cost_U)])
     return [
-        LightSubtree(root, end, attach, float(total[end] - total[root]))
-        for root, end, attach in zip(
-            roots.tolist(), tree.end_U[roots].tolist(), tree.parent_U[roots].tolist(), strict=True
+        LightSubtree(root, end, attach, float(total[end] - total[root]), load)
+        for root, end, attach, load in zip(
+            roots.tolist(),
+            tree.end_U[roots].tolist(),
+            tree.parent_U[roots].tolist(),
+            load_U[roots].tolist(),
+            strict=True,
         )
     ]
 
 
-def _assign(tree: PrefixTree, items: list[LightSubtree], max_tokens: int, num_bins: int | None) -> list[Bin] | None:
+def _assign(tree: PrefixTree, items: list[LightSubtree], most: int, num_bins: int | None) -> list[Bin] | None:
     """Put items in the given order into bins.
 
     With an open number of bins (None), each goes to the fullest bin that takes it, else to a new one. With a fixed
@@ -127,7 +139,7 @@ def _assign(tree: PrefixTree, items: list[LightSubtree], max_tokens: int, num_bi
     costs = np.zeros(capacity)
     bins = [Bin() for _ in range(opened)]
     for item in items:
-        fits = loads[:opened] + item.num_tokens <= max_tokens
+        fits = loads[:opened] + item.load <= most
         if item.attach >= 0:
             tip, tip_end, attach = tips[:opened], tip_ends[:opened], item.attach
             fits &= ((tip <= attach) & (attach < tip_end)) | ((attach <= tip) & (tip < tree.end_U[attach]))
@@ -140,7 +152,7 @@ def _assign(tree: PrefixTree, items: list[LightSubtree], max_tokens: int, num_bi
             bins.append(Bin())
         else:
             return None
-        loads[chosen] += item.num_tokens
+        loads[chosen] += item.load
         costs[chosen] += item.cost
         bins[chosen].members.append(item)
         if item.attach > bins[chosen].tip:  # on one root path, deeper means later in preorder

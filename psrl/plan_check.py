@@ -51,7 +51,8 @@ def _check_micro_batches(plan: ExecutionPlan) -> None:
         np.add.at(counts, mb.tokens_T, 1)
         np.add.at(edge_counts, mb.edges_E, 1)
         own = [t for b in mb.own_blocks for t in range(*plan.blocks[b].span)]
-        _require(own == (mb.tokens_T.tolist() if mb.is_spine else []), f"own blocks of micro-batch {index}")
+        is_stored = mb.is_spine or plan.cache.stores_leaves
+        _require(own == (mb.tokens_T.tolist() if is_stored else []), f"own blocks of micro-batch {index}")
         path_len = sum(plan.blocks[b].num_tokens for b in mb.path_blocks)
         _require(len(mb.first_S) == len(mb.last_S) == path_len + mb.num_tokens, f"keys of micro-batch {index}")
         source = plan.edges.source_E[mb.edges_E]
@@ -172,25 +173,34 @@ def _check_completions(plan: ExecutionPlan, batch: SampleBatch) -> None:
 def _replay_cache(plan: ExecutionPlan, footprint: KVFootprint) -> int:
     """Follow reads, writes and frees. Returns the peak in bytes."""
     reads_left = Counter(b for mb, _ in _executions(plan) for b in mb.path_blocks)
+    policy, page = plan.cache, plan.cache.page_tokens
     for block in plan.blocks:
-        _require(block.ref_count == reads_left[block.block_id] > 0, f"ref count of block {block.block_id}")
+        num_reads = reads_left[block.block_id]
+        is_read = num_reads > 0 or not plan.micro_batches[block.writer].is_spine
+        _require(block.ref_count == num_reads and is_read, f"ref count of block {block.block_id}")
+        _require(page == 1 or block.num_tokens <= page, f"block {block.block_id} exceeds a page")
         _require(block.block_id in plan.micro_batches[block.writer].own_blocks, f"writer of block {block.block_id}")
     kv: set[int] = set()
     grads: set[int] = set()
     peak = 0
-    for mb, backward in _executions(plan):
+    executions = [(mb, backward) for mb, backward in _executions(plan) if mb.path_blocks or mb.own_blocks]
+    for number, (mb, backward) in enumerate(executions, start=1):
         _require(set(mb.path_blocks) <= kv, f"micro-batch {mb.index} reads a block that is not cached")
         if backward:
             grads |= set(mb.path_blocks)
-            _require(set(mb.own_blocks) <= grads, f"micro-batch {mb.index} taps before its descendants")
-        else:
+            is_tapped = set(mb.own_blocks) <= grads or not mb.is_spine
+            _require(is_tapped, f"micro-batch {mb.index} taps before its descendants")
+        if not (backward and mb.is_spine):
             kv |= set(mb.own_blocks)
-        tokens = [sum(footprint.stored_tokens(plan.blocks[b].num_tokens) for b in live) for live in (kv, grads)]
+        rooms = [[policy.room(plan.blocks[b].num_tokens) for b in live] for live in (kv, grads)]
+        tokens = [sum(footprint.stored_tokens(room) for room in live) for live in rooms]
         peak = max(peak, tokens[0] * footprint.kv_bytes_per_token + tokens[1] * footprint.grad_bytes_per_token)
         for block in mb.path_blocks:
             reads_left[block] -= 1
-            if not reads_left[block]:
+            if not reads_left[block] and not policy.keeps:
                 kv.remove(block)
+        if policy.keeps and number == len(executions):
+            kv.clear()
         if backward:
             grads -= set(mb.own_blocks)
     _require(not kv and not grads, f"blocks {sorted(kv | grads)} are never freed")

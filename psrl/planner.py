@@ -26,9 +26,10 @@ from psrl.blocks import BlockLedger, wave_peak
 from psrl.cost import CostFunction, KVFootprint, ModelShape, Work
 from psrl.edges import collect_edges
 from psrl.errors import ConfigError, MemoryBudgetError
-from psrl.packing import cut_spine, is_spine, pack_light_subtrees, token_costs
+from psrl.packing import token_costs
+from psrl.systems import PSRL, System
 from psrl.tree import PrefixTree, build_tree
-from psrl.types import Edges, ExecutionPlan, MicroBatch, PlanStats, SampleBatch, Wave
+from psrl.types import CachePolicy, Edges, ExecutionPlan, MicroBatch, PlanStats, SampleBatch, Wave
 
 
 def build_plan(
@@ -40,6 +41,7 @@ def build_plan(
     forward_only: bool = False,
     cost: CostFunction | None = None,
     tree: PrefixTree | None = None,
+    system: System = PSRL,
 ) -> ExecutionPlan:
     """Plan one mini-batch of one rank.
 
@@ -50,6 +52,7 @@ def build_plan(
         forward_only: plan a single pass (old log-prob, reference) instead of the two passes of an update.
         cost: forward cost of a micro-batch; default: FLOPs of ``shape``.
         tree: of the batch, where several plans are made of it; None: built here.
+        system: another for comparison; then ``batch`` is what ``system.prepare`` made.
 
     Raises:
         ConfigError: ``max_tokens`` below 1.
@@ -62,13 +65,12 @@ def build_plan(
     edges = collect_edges(batch, tree)
     num_rows_U = _rows_per_token(edges, tree.num_tokens)
     cost_U = token_costs(tree, num_rows_U, cost or shape.cost)
-    spine_U = is_spine(tree, max_tokens)
-    bins = pack_light_subtrees(tree, spine_U, cost_U, max_tokens)
+    division = system.divide(batch, tree, cost_U, max_tokens)
 
     def arrange(*, at_forks: bool) -> tuple[Pieces, tuple[Wave, ...], int]:
-        segments = cut_spine(tree, spine_U, cost_U, max_tokens, at_forks=at_forks)
-        pieces = assemble(tree, edges, segments, bins, cost_U, executions=1 if forward_only else 2)
-        return pieces, *_plan_waves(batch, tree, pieces, footprint, forward_only)
+        segments, executions = division.cut(at_forks), 1 if forward_only else 2
+        pieces = assemble(tree, edges, segments, division.bins, cost_U, executions=executions, cache=system.cache)
+        return pieces, *_plan_waves(batch, tree, pieces, footprint, forward_only, system.cache)
 
     arranged = None
     with contextlib.suppress(MemoryBudgetError):
@@ -76,14 +78,15 @@ def build_plan(
     pieces, waves, peak = arranged or arrange(at_forks=True)
     return ExecutionPlan(
         forward_only=forward_only,
-        max_tokens=max_tokens,
+        max_tokens=max(max_tokens, *(mb.num_tokens for mb in pieces.micro_batches)),  # psrl's own never exceed it
         token_ids_U=tree.token_ids_U,
         position_ids_U=tree.position_ids_U,
         edges=edges,
         micro_batches=pieces.micro_batches if forward_only else _with_completions(pieces, edges, waves),
         blocks=pieces.blocks,
         waves=waves,
-        stats=_stats(batch, tree, spine_U, num_rows_U, pieces, waves, peak, shape, forward_only),
+        stats=_stats(batch, tree, division.spine_U, num_rows_U, pieces, waves, peak, shape, forward_only),
+        cache=system.cache,
     )
 
 
@@ -98,11 +101,16 @@ def _rows_per_token(edges: Edges, num_unique: int) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------- order and waves
 def _plan_waves(
-    batch: SampleBatch, tree: PrefixTree, pieces: Pieces, footprint: KVFootprint, forward_only: bool
+    batch: SampleBatch,
+    tree: PrefixTree,
+    pieces: Pieces,
+    footprint: KVFootprint,
+    forward_only: bool,
+    cache: CachePolicy,
 ) -> tuple[tuple[Wave, ...], int]:
     """Order the micro-batches within the cache budget. Returns the waves and the peak in bytes."""
     budget = footprint.budget_bytes
-    ledger = BlockLedger(pieces.blocks, pieces.micro_batches)
+    ledger = BlockLedger(pieces.blocks, pieces.micro_batches, forward_only, cache)
     whole = _forward_wave(pieces) if forward_only else _training_wave(pieces, 0, pieces.num_segments - 1, set())
     peak = wave_peak(ledger.copy(), whole, footprint)
     if budget is None or peak <= budget:

@@ -109,6 +109,22 @@ class Edges:
         return len(self.source_E)
 
 
+@dataclass(frozen=True, slots=True)
+class CachePolicy:
+    """What the KV cache holds, and for how long. psrl's own is the default; others are for comparison."""
+
+    page_tokens: int = 1
+    """Blocks lie within pages of so many tokens of a sample, and each takes whole pages."""
+    keeps: bool = False
+    """K/V stays until the last micro-batch that uses the cache, not only until its last reader."""
+    stores_leaves: bool = False
+    """Leaf micro-batches write their K/V too, which nobody reads."""
+
+    def room(self, num_tokens: int) -> int:
+        """Tokens that a block of ``num_tokens`` takes."""
+        return -(-num_tokens // self.page_tokens) * self.page_tokens
+
+
 class KVBlock(NamedTuple):
     """K/V of one span, for every layer of a pipeline stage: a run of spine tokens that the same micro-batches read."""
 
@@ -143,7 +159,7 @@ class MicroBatch:
     path_blocks: tuple[int, ...]
     """KVBlocks read, root first; their tokens are the P path keys."""
     own_blocks: tuple[int, ...]
-    """KVBlocks written in pass 1 (spine only); together they are ``tokens_T`` in order."""
+    """KVBlocks written in pass 1 (spine only, unless the cache stores leaves); together ``tokens_T`` in order."""
     rows_R: IntArray
     """Local tokens that own a logit row (ascending by (token, temperature))."""
     row_temperature_R: FloatArray
@@ -210,3 +226,4 @@ class ExecutionPlan:
     blocks: tuple[KVBlock, ...]
     waves: tuple[Wave, ...]
     stats: PlanStats
+    cache: CachePolicy = CachePolicy()

@@ -13,6 +13,7 @@ import numpy as np
 from psrl.analyze.radix import RadixTree, TreeShape
 from psrl.analyze.streams import positions_of, tokens_of
 from psrl.cost import Work
+from psrl.micro_batching import pack_into_tries
 from psrl.types import IntArray, SampleBatch
 
 _NO_LIMIT = np.iinfo(np.int64).max
@@ -87,25 +88,12 @@ def tree_packing(shape: TreeShape, lengths_S: IntArray, max_tokens: int) -> Tree
     """
     order = np.argsort(shape.rank_S, kind="stable")
     common = np.append(shared_prefixes(shape, order)[1:], 0)[::-1]  # with the one that came before, in reverse order
-    lengths = lengths_S[order][::-1].tolist()
-    sizes = np.zeros(len(order), dtype=np.int64)
-    shared = np.zeros(len(order), dtype=np.int64)  # of each trie with the current sample
-    opened, pairs = 0, 0
-    for length, previous in zip(lengths, common.tolist(), strict=True):
-        open_shared = np.minimum(shared[:opened], previous, out=shared[:opened])
-        added = length - open_shared
-        fits = np.flatnonzero(sizes[:opened] + added <= max_tokens)
-        if len(fits):
-            # Among equals the fullest, so that the rest stays open for what does not fit elsewhere.
-            best = fits[np.lexsort((-sizes[fits], -open_shared[fits]))[0]] if len(fits) > 1 else fits[0]
-        else:
-            best, opened = opened, opened + 1
-        held = int(shared[best])
-        sizes[best] += length - held
-        pairs += length * (length + 1) // 2 - held * (held + 1) // 2
-        shared[best] = length
+    lengths = lengths_S[order][::-1]
+    trie, held = pack_into_tries(lengths, common, max_tokens)
+    sizes = np.bincount(trie, weights=lengths - held).astype(np.int64)
+    pairs = int((lengths * (lengths + 1) // 2 - held * (held + 1) // 2).sum())
     total = int(sizes.sum())
-    return TreePacking(Work(total, pairs, total), opened, int(sizes[:opened].max(initial=0)))
+    return TreePacking(Work(total, pairs, total), len(sizes), int(sizes.max(initial=0)))
 
 
 def plan_batch(tree: RadixTree, shape: TreeShape) -> SampleBatch:

@@ -57,7 +57,8 @@ class KVCache:
         self.tier = tier or DeviceTier()
         self._shard = shard
         self._sizes = [shard_size(block.num_tokens, shard.size) for block in plan.blocks]
-        self._ledger = BlockLedger(plan.blocks, plan.micro_batches)
+        self._rooms = [shard_size(plan.cache.room(block.num_tokens), shard.size) for block in plan.blocks]
+        self._ledger = BlockLedger(plan.blocks, plan.micro_batches, plan.forward_only, plan.cache)
         self._kv: dict[int, KVPair] = {}  # [L, n, K, H]
         self._grads: dict[int, KVPair] = {}  # [L, n, K, H]
         self._layers_left: dict[tuple[int, bool], int] = {}
@@ -72,11 +73,11 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------- forward
     def write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Copy the new K/V of a spine micro-batch into its blocks. Allocates them at the first layer."""
+        """Copy the new K/V of a micro-batch into its blocks. Allocates them at the first layer; again, it repeats."""
         own = self.plan.micro_batches[micro_batch].own_blocks
         if own and own[0] not in self._kv:
-            for block in self._ledger.write(micro_batch):
-                shape = (self.num_layers, self._sizes[block])
+            for block in self._ledger.write(micro_batch, backward=False):
+                shape = (self.num_layers, self._rooms[block])
                 self._kv[block] = KVPair(*(self.tier.empty(shape + x.shape[1:], x.dtype, x.device)
                                            for x in (k_TKH, v_TKH)))  # fmt: skip
         start = 0
@@ -93,10 +94,10 @@ class KVCache:
         path = self.plan.micro_batches[micro_batch].path_blocks
         if not path:
             return KVPair(k_TKH, v_TKH)
-        stored = [self._kv[block] for block in path]
+        stored = [(self._kv[block], self._sizes[block]) for block in path]
         return KVPair(
-            torch.cat([pair.k[layer] for pair in stored] + [k_TKH]),
-            torch.cat([pair.v[layer] for pair in stored] + [v_TKH]),
+            torch.cat([pair.k[layer, :size] for pair, size in stored] + [k_TKH]),
+            torch.cat([pair.v[layer, :size] for pair, size in stored] + [v_TKH]),
         )
 
     # ------------------------------------------------------------------------------------------------ backward
@@ -109,7 +110,7 @@ class KVCache:
         for block in self.plan.micro_batches[micro_batch].path_blocks:
             stop = start + self._sizes[block]
             for total, new in zip(self._grads[block], (dk_PKH, dv_PKH), strict=True):
-                total[layer].add_(new[start:stop])
+                total[layer, : stop - start].add_(new[start:stop])
             start = stop
 
     def own_grads(self, micro_batch: int, layer: int) -> KVPair:
@@ -123,8 +124,8 @@ class KVCache:
         if missing:
             raise PlanError(f"backward of micro-batch {micro_batch} before any reader of its KV blocks {missing}")
         return KVPair(
-            torch.cat([self._grads[block].k[layer] for block in own]),
-            torch.cat([self._grads[block].v[layer] for block in own]),
+            torch.cat([self._grads[block].k[layer, : self._sizes[block]] for block in own]),
+            torch.cat([self._grads[block].v[layer, : self._sizes[block]] for block in own]),
         )
 
     def end_layer(self, micro_batch: int, *, backward: bool) -> None:

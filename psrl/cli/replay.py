@@ -19,6 +19,7 @@ from psrl.replay.options import (
     ReplayOptions,
     TinyModel,
 )
+from psrl.systems import SYSTEMS
 
 
 def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -49,6 +50,9 @@ Sharing = Annotated[
         "metrics.",
         SHARING,
     ),
+]
+System = Annotated[
+    str, _option(_RUN, "Share prefixes as another system does, or without one of psrl's mechanisms.", tuple(SYSTEMS))
 ]
 MaxTokens = Annotated[int, _option(_RUN, "Most tokens of a micro-batch.")]
 MiniBatch = Annotated[int | None, _option(_RUN, "Samples of a mini-batch; all of them if not given.")]
@@ -104,6 +108,7 @@ def replay(
     kv_heads: KVHeads = 2,
     dtype: DType = "float32",
     sharing: Sharing = "on",
+    system: System = "psrl",
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     mini_batch: MiniBatch = None,
     steps: Steps = 1,
@@ -136,7 +141,7 @@ def replay(
     options = ReplayOptions(
         files=tuple(files), model=model, tiny=TinyModel(hidden, layers, heads, kv_heads),
         parallel=Parallel(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp), dtype=dtype, sharing=sharing,
-        max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
+        system=system, max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
         recompute=recompute, kv_cache_bytes=kv_cache_bytes, seed=seed, tolerance=tolerance, loss=loss,
         loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff,
         kl_coef=kl_coef, temperature=temperature, lr=lr, limit=limit, tokenizer=tokenizer, mode=mode, dump=dump,

@@ -65,8 +65,8 @@ def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint
     Args:
         shape, footprint: those that the plan was made with; then ``peak_bytes`` is ``plan.stats.kv_bytes_peak``.
     """
-    ledger = BlockLedger(plan.blocks, plan.micro_batches)
-    tokens = [footprint.stored_tokens(block.num_tokens) for block in plan.blocks]
+    ledger = BlockLedger(plan.blocks, plan.micro_batches, plan.forward_only, plan.cache)
+    tokens = [footprint.stored_tokens(plan.cache.room(block.num_tokens)) for block in plan.blocks]
 
     def live() -> tuple[int, int]:
         kv = footprint.kv_bytes_per_token * sum(tokens[b] for b in ledger.live_kv)
@@ -78,7 +78,7 @@ def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint
         for backward, order in ((False, wave.pass1), (True, wave.pass2)):
             for index in order:
                 mb = plan.micro_batches[index]
-                writes = () if backward else ledger.write(index)
+                writes = ledger.write(index, backward=backward)
                 new_grads = ledger.begin_backward(index) if backward else ()
                 during = live()
                 freed = ledger.end(index, backward=backward)

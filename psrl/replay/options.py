@@ -9,6 +9,7 @@ from pathlib import Path
 from psrl.config import ATTENTION_BACKENDS
 from psrl.data.chat import MODES
 from psrl.errors import ConfigError
+from psrl.systems import SYSTEMS
 
 SHARING = ("on", "off", "both")
 DTYPES = ("float32", "float64", "bfloat16")
@@ -86,6 +87,8 @@ class ReplayOptions:
     tiny: TinyModel = field(default_factory=TinyModel)
     parallel: Parallel = field(default_factory=Parallel)
     sharing: str = "on"
+    system: str = "psrl"
+    """Whose policies the side that shares follows."""
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Most tokens of a micro-batch on each of ``cp`` ranks. Without sharing at least the longest sample, which veRL
     cannot split."""
@@ -116,8 +119,8 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ("sharing", SHARING), ("dtype", DTYPES), ("attention", ATTENTION_BACKENDS), ("recompute", RECOMPUTE),
-            ("loss", LOSSES), ("mode", MODES),
+            ("sharing", SHARING), ("system", tuple(SYSTEMS)), ("dtype", DTYPES), ("attention", ATTENTION_BACKENDS),
+            ("recompute", RECOMPUTE), ("loss", LOSSES), ("mode", MODES),
         ):  # fmt: skip
             _one_of(_flag(name), getattr(self, name), choices)
         if self.loss_agg_mode is not None:
@@ -132,6 +135,8 @@ class ReplayOptions:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{_flag(name)} must be a finite number and not negative, got {value}")
+        if self.system != "psrl" and not self.shares:
+            raise ConfigError(f"--system {self.system} is a way of sharing: it needs --sharing on or both")
         if self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"--temperature must be at least {MIN_TEMPERATURE:g}, got {self.temperature:g}")
         if self.parallel.ep > 1 and self.model in TINY_MODELS and self.model != "tiny-qwen3-moe":

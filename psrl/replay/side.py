@@ -75,6 +75,7 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
             seed=options.seed,
             quiet=False,  # the whole job is
             model={"tokenizer_path": str(model.tokenizer_folder)},
+            sharing_system=options.system,
             vanilla_mbridge=True,  # gradients are exported through it
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,

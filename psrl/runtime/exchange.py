@@ -1,5 +1,7 @@
 """Where a layer's K/V meet the cache: write in pass 1, read the path, accumulate and tap gradients in pass 2.
 
+A cache that stores leaves too gets their K/V in the forward of pass 2.
+
 Under context parallelism a rank brings the K/V of its tokens and its shards of the path, and gets those of all ranks;
 in the backward it gets the sum over ranks of its tokens' and shards' gradients.
 
@@ -51,12 +53,14 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
 
 
 class _PathAndTap(torch.autograd.Function):
-    """Forward reads and changes nothing, so that activation recompute may run it twice."""
+    """Activation recompute may run the forward twice: it reads, and what a leaf stores is the same again."""
 
     @staticmethod
     def forward(ctx: Any, k_TKH: Tensor, v_TKH: Tensor, execution: Execution, layer: int) -> tuple[Tensor, Tensor]:
         ctx.execution, ctx.layer = execution, layer
         mb = execution.micro_batch.plan
+        if not mb.is_spine:
+            execution.cache.write(mb.index, layer, k_TKH, v_TKH)
         pair = execution.cache.read(mb.index, layer, k_TKH, v_TKH)
         if not mb.path_blocks:
             return k_TKH.view_as(k_TKH), v_TKH.view_as(v_TKH)
@@ -70,7 +74,7 @@ class _PathAndTap(torch.autograd.Function):
         if path_len:
             cache.add_grads(mb.index, layer, dk_SKH[:path_len], dv_SKH[:path_len])
         dk_TKH, dv_TKH = dk_SKH[path_len:], dv_SKH[path_len:]
-        if mb.own_blocks:
+        if mb.is_spine:
             tapped = cache.own_grads(mb.index, layer)
             dk_TKH, dv_TKH = _add_leading(dk_TKH, tapped.k), _add_leading(dv_TKH, tapped.v)
         cache.end_layer(mb.index, backward=True)

@@ -39,6 +39,7 @@ from psrl.planner import build_plan
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
+from psrl.systems import System, find_system
 from psrl.tree import PrefixTree
 from psrl.types import ExecutionPlan, SampleBatch
 
@@ -66,6 +67,10 @@ class PrefixSharingMixin(_Engine):
     @property
     def psrl_config(self) -> PSRLConfig:
         return self.engine_config.psrl
+
+    @property
+    def sharing_system(self) -> System:
+        return find_system(self.engine_config.sharing_system)
 
     # -------------------------------------------------------------------------------------------------- building
     def _build_megatron_module(self) -> Any:
@@ -110,7 +115,7 @@ class PrefixSharingMixin(_Engine):
         data, routes = take_routes(data, self.engine_config.router_replay.mode, forward_only=forward_only)
         data = data.to(get_device_id())
         self._assign_normalizers(data)
-        run = MiniBatchRun(self, data, loss_function, routes)
+        run = MiniBatchRun(self, data, loss_function, routes, forward_only=forward_only)
         output = run.forward() if forward_only else run.update()
         self.last_report = run.report()
         return output
@@ -145,11 +150,12 @@ class PrefixSharingMixin(_Engine):
         )
         plan = build_plan(
             samples,
-            max_tokens=self._max_tokens(data, forward_only),
+            max_tokens=self.max_tokens(data, forward_only),
             shape=shape,
             footprint=footprint,
             forward_only=forward_only,
             tree=tree,
+            system=self.sharing_system,
         )
         if not any(self.chunk_layers):
             plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0))
@@ -188,7 +194,7 @@ class PrefixSharingMixin(_Engine):
             return None
         return int(torch.cuda.mem_get_info()[0] * self.psrl_config.kv_cache_fraction)
 
-    def _max_tokens(self, data: TensorDict, forward_only: bool) -> int:
+    def max_tokens(self, data: TensorDict, forward_only: bool) -> int:
         """Of a micro-batch; budgets are of one rank, as upstream's are."""
         name = "infer_max_tokens" if forward_only else "max_tokens"
         budget = getattr(self.psrl_config, name)

@@ -11,6 +11,7 @@ from verl.workers.config.engine import EngineConfig
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, UnsupportedError
 from psrl.integrations.megatron import cpu_device, megatron_bridge
+from psrl.systems import find_system
 
 CPU_DTYPES = ("float32", "float64", "bfloat16")
 """float16 needs TransformerEngine's optimizer."""
@@ -29,6 +30,8 @@ class PSRLEngineConfig(McoreEngineConfig):
     strategy: str = "psrl"
     vanilla_mbridge: bool = field(default_factory=cpu_device.is_active)
     psrl: PSRLConfig = field(default_factory=PSRLConfig)
+    sharing_system: str = "psrl"
+    """For measurements: the engine plans as another system would (see ``psrl.systems``)."""
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)  # McoreEngineConfig's asserts strategy == "megatron" and a 16-bit dtype
@@ -45,5 +48,12 @@ class PSRLEngineConfig(McoreEngineConfig):
             )
         if cpu_device.is_active() and not self.vanilla_mbridge:
             megatron_bridge.check_importable()
+        if find_system(self.sharing_system).cache.stores_leaves and (
+            self.pipeline_model_parallel_size > 1 or self.context_parallel_size > 1
+        ):
+            raise UnsupportedError(
+                f"sharing_system={self.sharing_system} stores the K/V of leaf micro-batches, which is built for "
+                "neither pipeline_model_parallel_size nor context_parallel_size above 1: set both to 1"
+            )
         if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False

@@ -51,7 +51,13 @@ class MiniBatchRun:
     """Plans and runs one mini-batch. Use once: ``forward`` or ``update``, then ``report``."""
 
     def __init__(
-        self, engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None, routes: RouteTask
+        self,
+        engine: PrefixSharingMixin,
+        data: TensorDict,
+        loss_function: LossFunction | None,
+        routes: RouteTask,
+        *,
+        forward_only: bool,
     ) -> None:
         self._start = time.perf_counter()
         self._engine, self._loss_function = engine, loss_function
@@ -60,7 +66,7 @@ class MiniBatchRun:
         self._route_task = routes
         self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
-        self._planning_seconds = self._join_routes()
+        self._planning_seconds = self._join_routes() + self._join_labels(forward_only)
         self._kv_bytes_measured = 0
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
@@ -173,6 +179,13 @@ class MiniBatchRun:
         if not self._engine.has_router_statistics:
             self._routes = share_last_tokens(self._samples, self._routes)
         self._samples = with_routes(self._samples, self._routes)
+        return time.perf_counter() - start
+
+    def _join_labels(self, forward_only: bool) -> float:
+        """Make what the engine's system tells apart part of the samples' prefixes. Returns the seconds it took."""
+        start = time.perf_counter()
+        max_tokens = self._engine.max_tokens(self._rows.data, forward_only)
+        self._samples = self._engine.sharing_system.prepare(self._samples, max_tokens)
         return time.perf_counter() - start
 
     @cached_property

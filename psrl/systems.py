@@ -1,0 +1,109 @@
+"""Systems that psrl is compared with, and psrl with one mechanism switched off: policies of the same engine.
+
+A system says which equal tokens are shared, how the tree is divided into micro-batches, and how long the cache keeps
+what it holds. Gradients are the same under all of them; bytes, work and time are not. Without any sharing (veRL's own
+path) there is no plan: that is ``psrl.enable=false``, the name ``unshared`` here.
+
+Shape legend: N tokens of all samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from psrl.errors import ConfigError
+from psrl.micro_batching import (
+    Divide,
+    by_labels,
+    by_pages,
+    by_rows,
+    by_runs,
+    by_tokens,
+    page_labels,
+    trie_labels,
+)
+from psrl.tree import PrefixTree, build_tree
+from psrl.types import CachePolicy, IntArray, SampleBatch
+
+PAGE_TOKENS = 16
+"""Of a page in vLLM."""
+UNSHARED = "unshared"
+
+Labels = Callable[[SampleBatch, PrefixTree, int], IntArray]
+"""[N] labels of a batch's tokens, from its tree and the token budget: equal tokens with other labels are not shared."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One way of sharing prefixes."""
+
+    name: str
+    stands_for: str
+    divide: Divide = by_tokens
+    labels: Labels | None = None
+    """None: all equal prefixes are shared."""
+    cache: CachePolicy = CachePolicy()  # noqa: RUF009  immutable
+
+    def prepare(self, batch: SampleBatch, max_tokens: int) -> SampleBatch:
+        """The batch with the system's labels as one more input that has to be equal. Plans are made of that batch."""
+        if self.labels is None:
+            return batch
+        label_N1 = self.labels(batch, build_tree(batch), max_tokens)[:, None]
+        extra = batch.extra_inputs_NK
+        return dataclasses.replace(
+            batch, extra_inputs_NK=label_N1 if extra is None else np.concatenate([extra, label_N1], axis=1)
+        )
+
+
+def _pages(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
+    return page_labels(batch, tree, PAGE_TOKENS)
+
+
+_ALL = (
+    System("psrl", "psrl with all its mechanisms"),
+    System(
+        "tree_packing",
+        "sharing inside a micro-batch only, as tree training in AReaL, TRL and verl-MAGI; psrl without sharing between "
+        "micro-batches",
+        by_labels,
+        trie_labels,
+    ),
+    System(
+        "paged",
+        f"vLLM's prefix cache: pages of {PAGE_TOKENS} tokens, of every token, kept to the end",
+        by_pages(PAGE_TOKENS),
+        _pages,
+        CachePolicy(page_tokens=PAGE_TOKENS, keeps=True, stores_leaves=True),
+    ),
+    System(
+        "radix",
+        "SGLang's prefix cache: a radix tree of every token, kept to the end",
+        cache=CachePolicy(keeps=True, stores_leaves=True),
+    ),
+    System("no_self_sharing", "psrl without cutting what the same samples have over micro-batches", by_runs),
+    System(
+        "no_adaptive_blocks",
+        f"psrl with blocks of {PAGE_TOKENS} tokens",
+        by_pages(PAGE_TOKENS),
+        _pages,
+        CachePolicy(page_tokens=PAGE_TOKENS),
+    ),
+    System("no_dynamic_cache", "psrl with blocks freed at the end", cache=CachePolicy(keeps=True)),
+    System("no_token_wise", "psrl with micro-batches of equally many samples", by_rows),
+)
+SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}
+PSRL = SYSTEMS["psrl"]
+
+
+def find_system(name: str) -> System:
+    """
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in SYSTEMS:
+        raise ConfigError(f"the sharing system must be one of {', '.join(SYSTEMS)}, got {name!r}")
+    return SYSTEMS[name]
