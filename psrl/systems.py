@@ -59,8 +59,13 @@ class System:
         )
 
 
-def _pages(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
-    return page_labels(batch, tree, PAGE_TOKENS)
+def paged(name: str, stands_for: str, page_tokens: int, *, keeps: bool, stores_leaves: bool) -> System:
+    """A system whose blocks are pages of ``page_tokens`` tokens, shared only whole."""
+
+    def labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
+        return page_labels(batch, tree, page_tokens)
+
+    return System(name, stands_for, by_pages(page_tokens), labels, CachePolicy(page_tokens, keeps, stores_leaves))
 
 
 _ALL = (
@@ -72,12 +77,12 @@ _ALL = (
         by_labels,
         trie_labels,
     ),
-    System(
+    paged(
         "paged",
         f"vLLM's prefix cache: pages of {PAGE_TOKENS} tokens, of every token, kept to the end",
-        by_pages(PAGE_TOKENS),
-        _pages,
-        CachePolicy(page_tokens=PAGE_TOKENS, keeps=True, stores_leaves=True),
+        PAGE_TOKENS,
+        keeps=True,
+        stores_leaves=True,
     ),
     System(
         "radix",
@@ -85,12 +90,8 @@ _ALL = (
         cache=CachePolicy(keeps=True, stores_leaves=True),
     ),
     System("no_self_sharing", "psrl without cutting what the same samples have over micro-batches", by_runs),
-    System(
-        "no_adaptive_blocks",
-        f"psrl with blocks of {PAGE_TOKENS} tokens",
-        by_pages(PAGE_TOKENS),
-        _pages,
-        CachePolicy(page_tokens=PAGE_TOKENS),
+    paged(
+        "no_adaptive_blocks", f"psrl with blocks of {PAGE_TOKENS} tokens", PAGE_TOKENS, keeps=False, stores_leaves=False
     ),
     System("no_dynamic_cache", "psrl with blocks freed at the end", cache=CachePolicy(keeps=True)),
     System("no_token_wise", "psrl with micro-batches of equally many samples", by_rows),

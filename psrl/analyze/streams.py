@@ -88,7 +88,7 @@ class _StepStreams(ChatConverter):
         pieces: list[IntArray] = []
         targets: list[tuple[int, int]] = []
         length = 0
-        for message in self._messages(row.where, row.values):
+        for message in self.messages(row):
             begin = length + len(message.header)
             end = begin + len(message.body)
             if message.is_response:

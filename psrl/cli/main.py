@@ -15,6 +15,7 @@ try:
 
     from psrl import __version__
     from psrl.cli.analyze import analyze
+    from psrl.cli.bench import bench
     from psrl.cli.doctor import doctor
     from psrl.cli.plan import plan
     from psrl.cli.replay import replay
@@ -52,6 +53,7 @@ def _root(
 
 
 app.command()(analyze)
+app.command()(bench)
 app.command()(doctor)
 app.command()(plan)
 app.command()(replay)

@@ -22,7 +22,9 @@ MODES = ("step", "trajectory")
 TEMPLATES = ("chatml", "raw")
 
 
-class _Message(NamedTuple):
+class ChatMessage(NamedTuple):
+    """A message in tokens: header and footer are the template's, the body is what an assistant is trained on."""
+
     is_response: bool
     header: list[int]
     body: list[int]
@@ -55,7 +57,7 @@ class ChatConverter:
         ids: list[int] = []
         mask: list[bool] = []
         samples: list[ReplaySample] = []
-        for message in self._messages(where, values):
+        for message in self.messages(row):
             ids += message.header
             mask += [False] * len(message.header)
             if message.is_response and self._mode == "step":
@@ -70,7 +72,13 @@ class ChatConverter:
             samples.append(_sample(where, ids[:end], mask[:end], uid, session, 0))
         return samples
 
-    def _messages(self, where: str, values: Mapping[str, Any]) -> Iterator[_Message]:
+    def messages(self, row: Row) -> Iterator[ChatMessage]:
+        """The messages of a row, encoded one by one.
+
+        Raises:
+            InputError: a message or the template is malformed; names file and line.
+        """
+        where, values = row
         messages = values["messages"]
         if not isinstance(messages, list) or not messages:
             raise InputError(f"{where}: messages must be a list with at least one message")
@@ -81,17 +89,19 @@ class ChatConverter:
             role, content = _message_fields(where, number, message)
             yield self._encode(where, role, content, template)
 
-    def _encode(self, where: str, role: str, content: str, template: str) -> _Message:
+    def _encode(self, where: str, role: str, content: str, template: str) -> ChatMessage:
         body = list(self._tokenizer.encode(content))
         if template == "raw":
-            return _Message(role == "assistant", [], body, [])
+            return ChatMessage(role == "assistant", [], body, [])
         start, end = self._tokenizer.im_start_id, self._tokenizer.im_end_id
         if start is None or end is None:
             raise InputError(
                 f"{where}: the tokenizer {self._tokenizer.name} has no {IM_START} or {IM_END}: name another with "
                 "--tokenizer ('bytes' is built in)"
             )
-        return _Message(role == "assistant", [start, *self._repeated(role + "\n")], [*body, end], self._repeated("\n"))
+        return ChatMessage(
+            role == "assistant", [start, *self._repeated(role + "\n")], [*body, end], self._repeated("\n")
+        )
 
     def _repeated(self, text: str) -> list[int]:
         if text not in self._cache:

@@ -58,7 +58,7 @@ def compare_sides(
         found.append(Difference(name, *_worst_sample(ours, theirs, cu_targets), tolerance))
     if with_update:
         ours, theirs = (runs[UPDATE][side].first.gradients or {} for side in (SHARED, UNSHARED))
-        found.append(Difference("gradients", *_worst_gradient(ours, theirs), tolerance))
+        found.append(Difference("gradients", *worst_gradient(ours, theirs), tolerance))
         ours, theirs = (runs[UPDATE][side].metrics[:1] for side in (SHARED, UNSHARED))
         found.append(Difference("metrics", *_worst_metric(ours[0], theirs[0], all_metrics), tolerance))
     return found
@@ -77,7 +77,7 @@ def _worst_sample(ours_M: Tensor, theirs_M: Tensor, cu_targets: list[int]) -> tu
     return worst, where
 
 
-def _worst_gradient(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+def worst_gradient(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
     """Absolute difference over the tensor's largest value, at least 1e-3 of the largest of all tensors."""
     if ours.keys() != theirs.keys():
         return float("inf"), f"names: {min(ours.keys() ^ theirs.keys())}"

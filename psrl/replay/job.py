@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from psrl.data import ChatTokenizer, ReplaySample, load_samples, load_tokenizer
 from psrl.data.samples import check_vocabulary
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from psrl.replay.side import Side
 
 EXIT_OK, EXIT_DIFFERENT = 0, 1
+_T = TypeVar("_T")
 
 
 def run_replay(options: ReplayOptions) -> int:
@@ -62,14 +63,14 @@ def _run_rank(options: ReplayOptions, ranks: Ranks) -> int:
             samples = _read_samples(options, progress)
             vocab_size = _check_vocabulary(options, samples, vocab_size)
         with tempfile.TemporaryDirectory(prefix="psrl_replay_") as scratch:
-            runner = _quietly(lambda: _run(options, samples, vocab_size, Path(scratch), progress, ranks))
+            runner = quietly(lambda: _run(options, samples, vocab_size, Path(scratch), progress, ranks))
         if not ranks.is_first:
             return EXIT_OK
         differences = _compare(options, runner, progress) if options.sharing == "both" else None
     return _finish(options, samples, vocab_size, runner, differences)
 
 
-def _quietly(run: Callable[[], PhaseRunner]) -> PhaseRunner:
+def quietly(run: Callable[[], _T]) -> _T:
     """Run without the upstreams' chatter, which reaches the terminal only with an error that nobody expected."""
     stop: BaseException | None = None
     with quiet_upstream():
@@ -156,7 +157,7 @@ def _run(
     sides: list[Side] = []
     if options.model not in TINY_MODELS:
         check_weights(Path(options.model))
-    model = _prepare_model(options, samples, vocab_size, scratch)
+    model = prepare_model(options, samples, vocab_size, scratch)
     for name in names:
         with progress.task("building the model", name):
             sides.append(_build(name, options, model, samples, progress))
@@ -181,9 +182,10 @@ def _build(
     return build_side(name, options, model, max_tokens)
 
 
-def _prepare_model(
+def prepare_model(
     options: ReplayOptions, samples: Sequence[ReplaySample], vocab_size: int, scratch: Path
 ) -> ReplayModel:
+    """The model that the options name, or a random one in ``scratch``, with a tokenizer that veRL can load."""
     folder, tokenizer_folder = Path(options.model), scratch / "tokenizer"
     make_placeholder_tokenizer(tokenizer_folder)
     if options.model in TINY_MODELS:

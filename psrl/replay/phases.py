@@ -66,7 +66,7 @@ class PhaseRunner:
         progress: Progress,
         ranks: Ranks,
     ) -> None:
-        self._options, self._samples, self._sides, self._progress = options, samples, sides, progress
+        self._options, self.samples, self._sides, self._progress = options, samples, sides, progress
         self._ranks = ranks
         self._dtype = torch.float64 if options.dtype == "float64" else torch.float32
         self.cu_targets = np.cumsum([0, *(sample.num_targets for sample in samples)], dtype=np.int64)
@@ -90,7 +90,7 @@ class PhaseRunner:
     def call_of(self, rows: slice, mini_batch: int) -> tuple[Share, ReplayBatch]:
         """This rank's part of a call of the worker."""
         dp_rank, dp_size = self._sides[0].dp_rank, self._options.parallel.dp
-        share = share_of(self._samples, rows, mini_batch, self.cu_targets, dp_rank, dp_size)
+        share = share_of(self.samples, rows, mini_batch, self.cu_targets, dp_rank, dp_size)
         return share, ReplayBatch(share.samples, dtype=self._dtype)
 
     def sample_values(self) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class PhaseRunner:
                 metrics = self._first_output(
                     None if output is None else mini_batch_metrics(output, call.num_mini_batches)
                 )
-                self._check_update(self._samples[call.rows], metrics, seen, side.name)
+                self._check_update(self.samples[call.rows], metrics, seen, side.name)
                 if is_first_repeat:
                     run.metrics += metrics
             _record(run, whole, seconds)
@@ -203,7 +203,7 @@ class PhaseRunner:
             target = int(bad[0])
             sample = int(np.searchsorted(self.cu_targets, target, side="right")) - 1
             raise InputError(
-                f"{self._samples[sample].where}: {key} of target {target - int(self.cu_targets[sample])} is not finite "
+                f"{self.samples[sample].where}: {key} of target {target - int(self.cu_targets[sample])} is not finite "
                 f"({float(values_M[target])}, {side}): the model's weights or --temperature overflow in "
                 f"{self._options.dtype}"
             )
@@ -227,7 +227,7 @@ class PhaseRunner:
     def _update_columns(self, side: str) -> dict[str, FloatArray]:
         """[M] old log-probs, given or computed by this side, and the reference's where the loss wants them."""
         columns = {"old_log_probs": self.runs[OLD_LOG_PROB][side].outputs_M["log_probs"].double().numpy().copy()}
-        for index, sample in enumerate(self._samples):
+        for index, sample in enumerate(self.samples):
             if sample.old_log_probs_M is not None:
                 targets = slice(*self.cu_targets[index : index + 2])
                 columns["old_log_probs"][targets] = sample.old_log_probs_M

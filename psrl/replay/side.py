@@ -37,7 +37,7 @@ class Observation:
 @dataclass
 class Side:
     name: str
-    """``shared`` or ``unshared``."""
+    """``shared`` or ``unshared``; in a benchmark the name of the system."""
     actor: Any
     ref: Any
     max_tokens: int
@@ -51,10 +51,11 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
     """Build both workers of a side on the checkpoint, with equal weights.
 
     Args:
+        name: ``unshared``, or anything else for a side that shares as ``options.system``.
         max_tokens: most tokens of a micro-batch on a context-parallel rank.
     """
     config = PSRLConfig(
-        enable=name == SHARED,
+        enable=name != UNSHARED,
         max_tokens=max_tokens,
         infer_max_tokens=max_tokens,
         kv_cache_bytes=options.kv_cache_bytes,

@@ -26,7 +26,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("the input was not refused")
 
     monkeypatch.setattr(job, "_run", refuse)
-    monkeypatch.setattr(job, "_quietly", lambda run: run())
+    monkeypatch.setattr(job, "quietly", lambda run: run())
 
 
 def psrl(*args: object):

@@ -35,7 +35,7 @@ def nothing_is_trained(monkeypatch: pytest.MonkeyPatch):
     def stop(*_: object):
         raise FileWasRead
 
-    monkeypatch.setattr(psrl.replay.job, "_quietly", stop)
+    monkeypatch.setattr(psrl.replay.job, "quietly", stop)
     monkeypatch.setattr(psrl.offline.job, "quiet_upstream", stop)
 
 

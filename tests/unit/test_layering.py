@@ -37,6 +37,7 @@ LAYERS = {
     "rollout": 7,
     "replay": 7,
     "simulate": 7,
+    "bench": 8,
     "doctor": 8,
     "offline": 8,
     "cli": 9,

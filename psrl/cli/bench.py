@@ -1,0 +1,90 @@
+"""``psrl bench``: its options, and nothing else."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from psrl.agents.strategies import STRATEGIES
+from psrl.bench.options import CLOCKS, COMPARED, BenchOptions
+from psrl.replay.options import TinyModel
+from psrl.systems import SYSTEMS, UNSHARED
+
+
+def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
+    return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
+
+
+_WHAT, _MODEL, _INPUT, _OUTPUT = "What is compared", "Measured and counted models", "Input", "Output"
+
+Files = Annotated[
+    list[Path], typer.Argument(metavar="TRACE...", help="Chat traces, jsonl or jsonl.gz.", show_default=False)
+]
+Out = Annotated[Path, _option(_OUTPUT, "Folder for JSON, CSV and plots.")]
+Page = Annotated[Path | None, _option(_OUTPUT, "Markdown page to write; plots go to img beside it.")]
+Strategies = Annotated[
+    list[str] | None, _option(_WHAT, "May be repeated; all that fit a trace if not given.", STRATEGIES)
+]
+Systems = Annotated[
+    list[str] | None,
+    _option(_WHAT, f"May be repeated; {', '.join(COMPARED)} if not given.", (UNSHARED, *SYSTEMS)),
+]
+Repeat = Annotated[int, _option(_WHAT, "Runs of every system, in turn; medians and spreads are of these.")]
+Clock = Annotated[str, _option(_WHAT, "Seconds that count: other processes disturb processor time least.", CLOCKS)]
+Length = Annotated[list[int] | None, _option(_WHAT, "Factor of the made-up sequences; may be repeated; 1, 2, 4, 8.")]
+NumRanks = Annotated[list[int] | None, _option(_WHAT, "Simulated ranks; may be repeated; 1, 8, 64 if not given.")]
+Hidden = Annotated[int, _option(_MODEL, "Hidden size of the random model that is measured.")]
+Layers = Annotated[int, _option(_MODEL, "Its layers.")]
+MaxTokens = Annotated[int, _option(_MODEL, "Most tokens of a micro-batch.")]
+Shape = Annotated[str, _option(_MODEL, "Model whose K/V bytes and FLOPs plans are counted for.")]
+Simulated = Annotated[str, _option(_MODEL, "Model on simulated ranks.")]
+Calibration = Annotated[str, _option(_MODEL, "Of the simulator.")]
+Limit = Annotated[int | None, _option(_INPUT, "Rows of each trace to read.")]
+Turns = Annotated[int | None, _option(_INPUT, "Turns of each row to keep.")]
+Window = Annotated[int, _option(_INPUT, "Turns of history under step_window.")]
+Tokenizer = Annotated[str, _option(_INPUT, "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes'.")]
+Seed = Annotated[int, _option(_INPUT, "Of the random model and of made-up sequences.")]
+
+
+def bench(
+    files: Files,
+    out: Out,
+    page: Page = None,
+    strategy: Strategies = None,
+    system: Systems = None,
+    repeat: Repeat = 3,
+    clock: Clock = "elapsed",
+    length: Length = None,
+    ranks: NumRanks = None,
+    hidden: Hidden = 128,
+    layers: Layers = 2,
+    max_tokens: MaxTokens = 2048,
+    shape: Shape = "qwen2.5-1.5b",
+    simulated_model: Simulated = "qwen3-8b",
+    calibration: Calibration = "h100-estimate",
+    limit: Limit = None,
+    turns: Turns = None,
+    window: Window = 2,
+    tokenizer: Tokenizer = "bytes",
+    seed: Seed = 42,
+) -> None:
+    """Compare psrl with other systems, and with itself without one mechanism, on recorded conversations."""
+    chosen: dict[str, Any] = {
+        name: tuple(values)
+        for name, values in (("strategies", strategy), ("systems", system), ("lengths", length), ("ranks", ranks))
+        if values
+    }
+    options = BenchOptions(
+        files=tuple(files), out=out, page=page, tiny=TinyModel(hidden, layers), max_tokens=max_tokens, repeat=repeat,
+        limit=limit, turns=turns, window=window, tokenizer=tokenizer, shape=shape, simulated_model=simulated_model,
+        calibration=calibration, clock=clock, seed=seed, **chosen,
+    )  # fmt: skip
+    from psrl.bench.job import run_bench
+
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = shlex.join(["psrl", *words])
+    run_bench(options, command, lambda text: print(f"psrl: {text}", file=sys.stderr))
