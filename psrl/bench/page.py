@@ -41,8 +41,8 @@ _DIFFERENCES = """## What differs from the paper, and why
   none.
 - **K/V peak.** Pass 1 of an update runs the whole spine before pass 2 frees any of it, so without a budget psrl's peak
   is about that of its spine, whenever blocks are freed: freeing early shortens the time at the peak, and lowers the
-  peak where a budget (`psrl.kv_cache_bytes`) cuts the update into waves. *psrl in waves* is the least of 75, 50, 35, 25,
-  15 and 10 % of the peak under which the mini-batch can still be planned; it computes nothing more often.
+  peak where a budget (`psrl.kv_cache_bytes`) cuts the update into waves. *psrl in waves* is the least of 75, 50, 35,
+  25, 15 and 10 % of the peak under which the mini-batch can still be planned; it computes nothing more often.
 - **`tree_packing`** has no cache and a sample that is longer than the budget runs in one micro-batch, so its
   largest micro-batch, and with it the activations, may exceed `--max-tokens`; `no_self_sharing` exceeds it too, where
   a run of tokens is longer.
