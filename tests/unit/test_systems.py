@@ -39,7 +39,7 @@ def chain(num_samples, num_tokens):
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(forests(), st.sampled_from([1, 3, 8, 20, 1000]), st.booleans())
 def test_every_plan_keeps_its_invariants(name, batch, max_tokens, forward_only):
     plan = plan_of(name, batch, max_tokens, forward_only)
