@@ -314,6 +314,6 @@ def test_public_options_are_these():
         "--attention", "--cp", "--dp", "--dtype", "--dump", "--entropy-coeff", "--ep", "--heads", "--hidden", "--json",
         "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--layers", "--limit", "--loss", "--loss-agg-mode",
         "--loss-scale-factor", "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--pp", "--recompute",
-        "--repeat", "--seed", "--sharing", "--steps", "--temperature", "--tokenizer", "--tolerance", "--tp", "--vpp",
-        "files",
+        "--repeat", "--seed", "--sharing", "--steps", "--system", "--temperature", "--tokenizer", "--tolerance", "--tp",
+        "--vpp", "files",
     ]  # fmt: skip
