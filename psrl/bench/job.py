@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import tempfile
@@ -44,6 +45,7 @@ def run_bench(options: BenchOptions, command: str, note: Note) -> None:
     if options.page is not None and not options.page.absolute().parent.is_dir():
         raise InputError(f"--page {options.page}: there is no folder {options.page.absolute().parent}")
     cases = read_cases(options)
+    counted = _counted_cases(options)
     start = time.perf_counter()
     record: dict[str, Any] = {
         "psrl_version": __version__,
@@ -56,8 +58,8 @@ def run_bench(options: BenchOptions, command: str, note: Note) -> None:
     note("planning")
     model = load_shape(options.shape)
     record["bytes"] = [
-        {"trace": trace, "strategy": strategy, "systems": byte_curves(samples, model, options.max_tokens)}
-        for (trace, strategy), samples in cases.items()
+        {**_describe(case, samples), "systems": byte_curves(samples, model, options.max_tokens)}
+        for case, samples in counted.items()
     ]
     record["ranks"] = []
     for num_ranks in options.ranks:
@@ -99,6 +101,14 @@ def read_cases(options: BenchOptions) -> Cases:
             "rows branch off each other, the others for those whose rows do not"
         )
     return cases
+
+
+def _counted_cases(options: BenchOptions) -> Cases:
+    """Of every trace the whole rows whose plans are counted, with one sample a turn."""
+    whole = dataclasses.replace(
+        options, limit=options.counted_rows, turns=None, strategies=("step", "tree_step")
+    )  # fmt: skip
+    return read_cases(whole)
 
 
 def measure_cases(options: BenchOptions, cases: Cases, note: Note) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class BenchOptions:
     turns: int | None = None
     """First turns of each row."""
     window: int = 2
+    counted_rows: int = 8
+    """Rows of each trace, with all their turns, whose plans are counted."""
     tokenizer: str = "bytes"
     shape: str = "qwen2.5-1.5b"
     """Model whose bytes and FLOPs the plans are counted for."""
@@ -63,7 +65,7 @@ class BenchOptions:
                     raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
         if UNSHARED not in self.systems or "psrl" not in self.systems:
             raise ConfigError(f"--system needs {UNSHARED} and psrl: the others are compared with them")
-        for name in ("max_tokens", "repeat", "limit", "turns", "window"):
+        for name in ("max_tokens", "repeat", "limit", "turns", "window", "counted_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

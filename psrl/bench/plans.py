@@ -48,12 +48,16 @@ def _curve(
     footprint = dataclasses.replace(model.footprint, budget_bytes=budget_bytes)
     plan = build_plan(batch, max_tokens=max_tokens, shape=model.shape, footprint=footprint, system=system)
     timeline = make_timeline(plan, model.shape, model.footprint)
+    forward = build_plan(
+        batch, max_tokens=max_tokens, shape=model.shape, footprint=footprint, forward_only=True, system=system
+    )
     kv = np.asarray([e.kv_bytes for e in timeline.executions])
     grads = np.asarray([e.grad_bytes for e in timeline.executions])
     ends = np.asarray([e.end for e in timeline.executions]) / timeline.flops
     chosen = np.unique(np.linspace(0, len(kv) - 1, min(_POINTS, len(kv))).astype(int))
     return {
         "kv_peak": int(kv.max(initial=0)),
+        "kv_peak_forward": forward.stats.kv_bytes_peak,
         "peak": int((kv + grads).max(initial=0)),
         "tokens_computed": plan.stats.unique_tokens,
         "blocks": len(plan.blocks),

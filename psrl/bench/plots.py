@@ -59,8 +59,7 @@ def _throughput(axes: Any, record: Mapping[str, Any]) -> None:
 
 
 def _kv_over_time(axes: Any, record: Mapping[str, Any]) -> None:
-    main = record["ablations"]
-    case = next(c for c in record["bytes"] if (c["trace"], c["strategy"]) == (main["trace"], main["strategy"]))
+    case = record["bytes"][0]
     for number, (name, curve) in enumerate(case["systems"].items()):
         style = ("-", "--", ":")[number // 5 % 3]
         kv = [b / 2**20 for b in curve["kv_bytes"]]

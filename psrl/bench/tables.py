@@ -30,6 +30,7 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
         _cases(record["cases"]),
         _throughput(record["throughput"]),
         _phases(record["throughput"]),
+        _bytes(record["bytes"]),
         _kv(record["bytes"]),
         _ablations(record),
         _latency(record["ablations"]["systems"]),
@@ -92,6 +93,15 @@ def _phases(cases: Sequence[Mapping[str, Any]]) -> Table:
     return Table("phases", ("case", "system", "seconds", "old log-prob", "reference", "update"), rows)
 
 
+def _bytes(cases: Sequence[Mapping[str, Any]]) -> Table:
+    """A column a case, K/V peaks of an update and of a forward-only phase."""
+    rows: list[tuple[Cell, ...]] = []
+    for name in cases[0]["systems"]:
+        found = [case["systems"][name] for case in cases]
+        rows.append((name, *(f"{v['kv_peak'] / 2**20:,.0f} / {v['kv_peak_forward'] / 2**20:,.0f}" for v in found)))
+    return Table("bytes", ("MiB", *(f"{case['trace']} {case['strategy']}" for case in cases)), rows)
+
+
 def _kv(cases: Sequence[Mapping[str, Any]]) -> Table:
     names = list(cases[0]["systems"])
     rows: list[tuple[Cell, ...]] = []
@@ -100,6 +110,7 @@ def _kv(cases: Sequence[Mapping[str, Any]]) -> Table:
         rows += [
             (
                 f"{case['trace']} {case['strategy']}", name, found[name]["kv_peak"] / 2**20,
+                found[name]["kv_peak_forward"] / 2**20,
                 found[name]["peak"] / 2**20, _over(found[name]["kv_peak"], found["psrl"]["kv_peak"]),
                 found[name]["tokens_computed"], found[name]["largest_micro_batch"],
             )
@@ -109,6 +120,7 @@ def _kv(cases: Sequence[Mapping[str, Any]]) -> Table:
         "case",
         "system",
         "KV peak MiB",
+        "in forward-only phases",
         "with gradients MiB",
         "KV over psrl's",
         "tokens computed",

@@ -45,6 +45,7 @@ Simulated = Annotated[str, _option(_MODEL, "Model on simulated ranks.")]
 Calibration = Annotated[str, _option(_MODEL, "Of the simulator.")]
 Limit = Annotated[int | None, _option(_INPUT, "Rows of each trace to read.")]
 Turns = Annotated[int | None, _option(_INPUT, "Turns of each row to keep.")]
+Counted = Annotated[int, _option(_INPUT, "Rows of each trace, with all turns, whose plans are counted.")]
 Window = Annotated[int, _option(_INPUT, "Turns of history under step_window.")]
 Tokenizer = Annotated[str, _option(_INPUT, "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes'.")]
 Seed = Annotated[int, _option(_INPUT, "Of the random model and of made-up sequences.")]
@@ -69,6 +70,7 @@ def bench(
     limit: Limit = None,
     turns: Turns = None,
     window: Window = 2,
+    counted_rows: Counted = 8,
     tokenizer: Tokenizer = "bytes",
     seed: Seed = 42,
 ) -> None:
@@ -80,8 +82,8 @@ def bench(
     }
     options = BenchOptions(
         files=tuple(files), out=out, page=page, tiny=TinyModel(hidden, layers), max_tokens=max_tokens, repeat=repeat,
-        limit=limit, turns=turns, window=window, tokenizer=tokenizer, shape=shape, simulated_model=simulated_model,
-        calibration=calibration, clock=clock, seed=seed, **chosen,
+        limit=limit, turns=turns, window=window, counted_rows=counted_rows, tokenizer=tokenizer, shape=shape,
+        simulated_model=simulated_model, calibration=calibration, clock=clock, seed=seed, **chosen,
     )  # fmt: skip
     from psrl.bench.job import run_bench
 

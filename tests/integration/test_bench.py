@@ -47,11 +47,11 @@ def test_record_tables_plots_and_page(tmp_path: Path):
             assert len(values["seconds"]["step"]) == 2 and min(values["seconds"]["step"]) > 0
             low, high = values["step_ratio_spread"]
             assert low <= values["step_ratio"] <= high
-    curves = record["bytes"][1]["systems"]
+    curves = record["bytes"][0]["systems"]
     assert curves["psrl"]["kv_peak"] <= curves["radix"]["kv_peak"] <= curves["paged"]["kv_peak"]
     assert record["ranks"][0]["ranks"] == 2 and record["ranks"][0]["speedup"] > 1
     tables = {path.stem for path in out.glob("*.csv")}
-    assert tables == {"cases", "throughput", "phases", "kv_peak", "ablations", "latency", "lengths", "ranks"}
+    assert tables == {"cases", "throughput", "phases", "bytes", "kv_peak", "ablations", "latency", "lengths", "ranks"}
     text = page.read_text()
     for line in text.splitlines():
         if line.startswith("!["):
