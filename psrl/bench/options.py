@@ -51,6 +51,8 @@ class BenchOptions:
     simulated_model: str = "qwen3-8b"
     calibration: str = "h100-estimate"
     clock: str = "elapsed"
+    note: str = ""
+    """What a reader of the figures should know of the machine."""
     seed: int = 42
 
     def __post_init__(self) -> None:

@@ -68,6 +68,7 @@ def make_page(record: Mapping[str, Any], tables: Sequence[Table], plots: Mapping
 
     parts = [
         intro,
+        f"{options['note']}\n" if options["note"] else "",
         "## Beside the paper\n", _beside(record), "",
         "## Samples\n", by_name["cases"].markdown(), "",
         "## Throughput\n", "Over `unshared`, veRL's own path.\n", by_name["throughput"].markdown(), "",
@@ -75,8 +76,9 @@ def make_page(record: Mapping[str, Any], tables: Sequence[Table], plots: Mapping
         image("throughput", "Throughput by system"), "",
         "Where a step's time goes:\n", by_name["phases"].markdown(), "",
         "## K/V bytes\n",
-        f"Peaks of the K/V of an update / of a forward-only phase, in plans for the first {options['counted_rows']} rows "
-        "of each trace with all their turns. *blocks of N*: psrl with fixed blocks, freed with their last reader.\n",
+        f"Peaks of the K/V of an update / of a forward-only phase, in plans for the first {options['counted_rows']} "
+        "rows of each trace with all their turns. *blocks of N*: psrl with fixed blocks, freed with their last "
+        "reader.\n",
         by_name["bytes"].markdown(), "",
         "More of it is in `kv_peak.csv`: gradient accumulators, tokens computed, the largest micro-batch.\n",
         image("kv_over_time", "Cached K/V over an update"), "",
@@ -86,6 +88,9 @@ def make_page(record: Mapping[str, Any], tables: Sequence[Table], plots: Mapping
         by_name["ablations"].markdown(), "",
         *(f"- `{name}`: {SYSTEMS[name].stands_for}." for name in record["ablations"]["systems"]), "",
         "Micro-batches of the update, with and without micro-batches by tokens:\n", by_name["latency"].markdown(), "",
+        "Deviation over mean of the FLOPs of an update's micro-batches, and tokens of the largest, in plans for the rows "
+        "of the K/V bytes:\n",
+        by_name["evenness"].markdown(), "",
         "## Longer sequences\n", "Made-up step-wise samples whose turns are so many times as long, over `unshared`.\n",
         by_name["lengths"].markdown(), "", image("lengths", "Throughput by sequence length"), "",
         "## Ranks and balance\n",

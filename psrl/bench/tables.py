@@ -34,6 +34,7 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
         _kv(record["bytes"]),
         _ablations(record),
         _latency(record["ablations"]["systems"]),
+        _evenness(record["bytes"]),
         _lengths(record["lengths"]),
         _ranks(record["ranks"]),
     ]
@@ -167,6 +168,14 @@ def _latency(systems: Mapping[str, Any]) -> Table:
     return Table(
         "latency", ("system", "executions", "median ms", "largest ms", "largest / median", "deviation / mean"), rows
     )
+
+
+def _evenness(cases: Sequence[Mapping[str, Any]]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for name in ("psrl", "no_token_wise", "no_self_sharing", "tree_packing"):
+        found = [case["systems"][name] for case in cases]
+        rows.append((name, *(f"{v['spread_by_flops']:.2f}, {v['largest_micro_batch']:,}" for v in found)))
+    return Table("evenness", ("system", *(f"{case['trace']} {case['strategy']}" for case in cases)), rows)
 
 
 def _lengths(cases: Sequence[Mapping[str, Any]]) -> Table:

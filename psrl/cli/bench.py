@@ -26,6 +26,7 @@ Files = Annotated[
 ]
 Out = Annotated[Path, _option(_OUTPUT, "Folder for JSON, CSV and plots.")]
 Page = Annotated[Path | None, _option(_OUTPUT, "Markdown page to write; plots go to img beside it.")]
+Note = Annotated[str, _option(_OUTPUT, "A sentence for the page: what a reader should know of the machine.")]
 Strategies = Annotated[
     list[str] | None, _option(_WHAT, "May be repeated; all that fit a trace if not given.", STRATEGIES)
 ]
@@ -55,6 +56,7 @@ def bench(
     files: Files,
     out: Out,
     page: Page = None,
+    note: Note = "",
     strategy: Strategies = None,
     system: Systems = None,
     repeat: Repeat = 3,
@@ -83,7 +85,7 @@ def bench(
     options = BenchOptions(
         files=tuple(files), out=out, page=page, tiny=TinyModel(hidden, layers), max_tokens=max_tokens, repeat=repeat,
         limit=limit, turns=turns, window=window, counted_rows=counted_rows, tokenizer=tokenizer, shape=shape,
-        simulated_model=simulated_model, calibration=calibration, clock=clock, seed=seed, **chosen,
+        simulated_model=simulated_model, calibration=calibration, clock=clock, note=note, seed=seed, **chosen,
     )  # fmt: skip
     from psrl.bench.job import run_bench
 

@@ -51,7 +51,18 @@ def test_record_tables_plots_and_page(tmp_path: Path):
     assert curves["psrl"]["kv_peak"] <= curves["radix"]["kv_peak"] <= curves["paged"]["kv_peak"]
     assert record["ranks"][0]["ranks"] == 2 and record["ranks"][0]["speedup"] > 1
     tables = {path.stem for path in out.glob("*.csv")}
-    assert tables == {"cases", "throughput", "phases", "bytes", "kv_peak", "ablations", "latency", "lengths", "ranks"}
+    assert tables == {
+        "cases",
+        "throughput",
+        "phases",
+        "bytes",
+        "kv_peak",
+        "evenness",
+        "ablations",
+        "latency",
+        "lengths",
+        "ranks",
+    }
     text = page.read_text()
     for line in text.splitlines():
         if line.startswith("!["):
