@@ -88,8 +88,8 @@ def make_page(record: Mapping[str, Any], tables: Sequence[Table], plots: Mapping
         by_name["ablations"].markdown(), "",
         *(f"- `{name}`: {SYSTEMS[name].stands_for}." for name in record["ablations"]["systems"]), "",
         "Micro-batches of the update, with and without micro-batches by tokens:\n", by_name["latency"].markdown(), "",
-        "Deviation over mean of the FLOPs of an update's micro-batches, and tokens of the largest, in plans for the rows "
-        "of the K/V bytes:\n",
+        "Deviation over mean of the FLOPs of an update's micro-batches, and tokens of the largest, in plans for the "
+        "rows of the K/V bytes:\n",
         by_name["evenness"].markdown(), "",
         "## Longer sequences\n", "Made-up step-wise samples whose turns are so many times as long, over `unshared`.\n",
         by_name["lengths"].markdown(), "", image("lengths", "Throughput by sequence length"), "",
