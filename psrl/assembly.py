@@ -141,7 +141,8 @@ def _cut_blocks(
     spine = np.concatenate(segments)
     starts_block = np.zeros(tree.num_tokens + 1, dtype=bool)
     starts_block[[tokens[0] for tokens in segments]] = True
-    forks = spine[1:][tree.parent_U[spine[1:]] != spine[:-1]]  # the parent is not the spine token just before
+    # The parent is not the spine token just before, or a subtree that is no spine lies between.
+    forks = spine[1:][(tree.parent_U[spine[1:]] != spine[:-1]) | (spine[1:] != spine[:-1] + 1)]
     starts_block[spine[0]] = True
     starts_block[forks] = True
     starts_block[tree.parent_U[forks] + 1] = True

@@ -65,7 +65,7 @@ def build_plan(
     edges = collect_edges(batch, tree)
     num_rows_U = _rows_per_token(edges, tree.num_tokens)
     cost_U = token_costs(tree, num_rows_U, cost or shape.cost)
-    division = system.divide(batch, tree, cost_U, max_tokens)
+    division = (system if batch.num_samples else PSRL).divide(batch, tree, cost_U, max_tokens)
 
     def arrange(*, at_forks: bool) -> tuple[Pieces, tuple[Wave, ...], int]:
         segments, executions = division.cut(at_forks), 1 if forward_only else 2
@@ -78,7 +78,7 @@ def build_plan(
     pieces, waves, peak = arranged or arrange(at_forks=True)
     return ExecutionPlan(
         forward_only=forward_only,
-        max_tokens=max(max_tokens, *(mb.num_tokens for mb in pieces.micro_batches)),  # psrl's own never exceed it
+        max_tokens=max([max_tokens, *(mb.num_tokens for mb in pieces.micro_batches)]),  # psrl's own never exceed it
         token_ids_U=tree.token_ids_U,
         position_ids_U=tree.position_ids_U,
         edges=edges,

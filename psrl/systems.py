@@ -50,7 +50,7 @@ class System:
 
     def prepare(self, batch: SampleBatch, max_tokens: int) -> SampleBatch:
         """The batch with the system's labels as one more input that has to be equal. Plans are made of that batch."""
-        if self.labels is None:
+        if self.labels is None or not batch.num_samples:
             return batch
         label_N1 = self.labels(batch, build_tree(batch), max_tokens)[:, None]
         extra = batch.extra_inputs_NK

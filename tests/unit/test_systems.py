@@ -1,7 +1,7 @@
 """Plans of comparison systems: literal small cases, and every invariant on random forests."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from psrl.analyze.measures import tree_packing
@@ -40,6 +40,9 @@ def chain(num_samples, num_tokens):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 @settings(max_examples=25, deadline=None)
+@example(
+    SampleBatch.from_lists([[0] * 12, [0] * 4, [0, 0, 0, 1, *[0] * 9]], [[0] * 12, [0] * 4, [0] * 13]), 8, False
+)  # a run that is no spine, however long, lies between two that are
 @given(forests(), st.sampled_from([1, 3, 8, 20, 1000]), st.booleans())
 def test_every_plan_keeps_its_invariants(name, batch, max_tokens, forward_only):
     plan = plan_of(name, batch, max_tokens, forward_only)
@@ -130,3 +133,10 @@ def test_tree_packing_is_what_analyze_counts(max_tokens):
     assert plan.stats.unique_tokens == counted.work.tokens == {16: 186, 33: 128, 40: 70}[max_tokens]
     assert plan.stats.num_micro_batches == counted.num_micro_batches
     assert plan.max_tokens == max(counted.largest, max_tokens)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_no_samples_are_no_micro_batches(name):
+    """As a data-parallel rank has them where there are fewer rows than ranks."""
+    plan = plan_of(name, SampleBatch.from_lists([], []), 8)
+    assert plan.micro_batches == () and plan.stats.kv_bytes_peak == 0
