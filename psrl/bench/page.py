@@ -43,9 +43,10 @@ _DIFFERENCES = """## What differs from the paper, and why
   is about that of its spine, whenever blocks are freed: freeing early shortens the time at the peak, and lowers the
   peak where a budget (`psrl.kv_cache_bytes`) cuts the update into waves. *psrl in waves* is the least of 75, 50, 35,
   25, 15 and 10 % of the peak under which the mini-batch can still be planned; it computes nothing more often.
-- **`tree_packing`** has no cache and a sample that is longer than the budget runs in one micro-batch, so its
-  largest micro-batch, and with it the activations, may exceed `--max-tokens`; `no_self_sharing` exceeds it too, where
-  a run of tokens is longer.
+- **`tree_packing`** has no cache and a sample that is longer than the budget runs in one micro-batch of its own, so its
+  largest micro-batch, and with it the activations, may exceed `--max-tokens`, and such samples share nothing. With a
+  budget of several samples it shares most of what psrl shares, and where all fit one micro-batch it computes the same.
+  `no_self_sharing` exceeds the budget too, where a run of tokens is longer.
 - **Group-intact placement** only acts on several ranks, so it is in the table of ranks; sharing between micro-batches
   off is `tree_packing`.
 """
