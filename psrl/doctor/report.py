@@ -21,6 +21,8 @@ def print_findings(findings: list[Finding], *, as_json: bool) -> None:
         print(json.dumps([dataclasses.asdict(f) | {"state": f.state.value} for f in findings], indent=1))
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     for section, members in itertools.groupby(findings, key=lambda finding: finding.section):
         table = Table("name", "state", "found", "to fix", title=section, title_justify="left", box=box.SIMPLE_HEAD)
         for f in members:

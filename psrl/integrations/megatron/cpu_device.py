@@ -153,6 +153,21 @@ def no_run_time_compilation() -> None:
 
 
 @HOOKS.add(
+    cause="every model tells TransformerEngine, through the process's environment, which attention to take, and two "
+    "models of one process may not differ; without TransformerEngine nobody reads it",
+    upstream="megatron/core/models/common/language_module/language_module.py:92 (_set_attention_backend)",
+    remove_when="it asks whether TransformerEngine is used",
+)
+def no_transformer_engine_environment() -> None:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    def leave(self: LanguageModule) -> None:
+        """The environment stays as it is."""
+
+    LanguageModule._set_attention_backend = leave
+
+
+@HOOKS.add(
     cause="weights are initialised, and recomputed layers replayed, with the CUDA generator; on the CPU the tensors "
     "draw from the CPU generator",
     upstream="megatron/core/tensor_parallel/random.py:41, :72 and :161 (_get_cuda_rng_state, _set_cuda_rng_state, "
