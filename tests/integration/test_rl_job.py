@@ -70,6 +70,17 @@ def test_step_advantages_on_kept_mini_batches_with_a_small_budget(assets, tmp_pa
     assert steps[0]["psrl/first_log_ratio"] <= 1e-5
 
 
+def test_colocated_rollouts(assets, tmp_path):
+    """Rollouts and training take turns on the same slots."""
+    steps, output = train(assets, tmp_path / "run", "trainer.v1.trainer_mode=psrl_colocate_async")
+    assert "psrl: sharing prefixes in update, old log-prob, reference; Megatron on cpu (float32)" in output
+    assert len(steps) == 2
+    for step in steps:
+        assert step["psrl/update/samples"] == step["psrl/placement/rows"]
+        assert step["psrl/prefix_match_rate"] > 0.3
+        assert step["psrl/first_log_ratio"] <= 1e-5
+
+
 SEPARATE = ("trainer.v1.trainer_mode=psrl_separate_async", "actor_rollout_ref.actor.optim.lr=1e-3",
             "actor_rollout_ref.actor.entropy_coeff=0.01")  # fmt: skip
 STALE = 1e-7
