@@ -35,7 +35,6 @@ print("psrl-doctor " + json.dumps({
     "hooks": sum(hooks.num_applied for hooks in (compat.HOOKS, platform.HOOKS, cpu_device.HOOKS)),
 }))
 """
-_PATCH_STATES = {0: State.OK, 1: State.WRONG, 2: State.WRONG}
 
 
 def check_wiring() -> Iterator[Finding]:
@@ -74,5 +73,7 @@ def check_patches() -> Iterator[Finding]:
         return
     result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     text = " ".join((result.stdout + result.stderr).split())
-    state = _PATCH_STATES.get(result.returncode, State.WRONG)
-    yield Finding(SECTION, "patches", state, text, "" if state is State.OK else "scripts/apply_patches.sh")
+    if result.returncode:
+        yield Finding(SECTION, "patches", State.WRONG, text, "scripts/apply_patches.sh")
+    else:
+        yield Finding(SECTION, "patches", State.OK, text)
