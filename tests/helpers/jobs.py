@@ -33,21 +33,29 @@ def launch(arguments: list[str], folder: Path, *, max_seconds: float = 900, **en
     return output
 
 
-def train(job_dir: Path, folder: Path, *overrides: str) -> list[dict[str, float]]:
+PSRL_TRAIN = ("psrl.cli.main", "train")
+MAIN_PPO = ("verl.trainer.main_ppo", "--config-dir", str(REPOSITORY / "configs"))
+
+
+def train(
+    job_dir: Path, folder: Path, *overrides: str, command: tuple[str, ...] = PSRL_TRAIN, **environment: str
+) -> list[dict[str, float]]:
     """Run ``psrl train`` with the CPU configuration; returns the metrics of every step.
 
     Args:
         job_dir: has ``model`` and ``data``.
         folder: is made, for the log and ``checkpoints``.
+        command: or :data:`MAIN_PPO`, with the variables that it needs in ``environment``.
     """
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
     launch(
         [
-            "psrl.cli.main", "train", "--config-name", "cpu_quickstart", f"job_dir={job_dir}",
+            *command, "--config-name", "cpu_quickstart", f"job_dir={job_dir}",
             "trainer.logger=[console,file]", f"trainer.default_local_dir={folder}/checkpoints", *overrides,
         ],
         folder,
         VERL_FILE_LOGGER_PATH=str(metrics),
+        **environment,
     )  # fmt: skip
     return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]

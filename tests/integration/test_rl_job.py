@@ -1,6 +1,7 @@
 """The whole job: two Megatron workers under Ray, the hf rollout and text games, on a CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ def assets(tmp_path_factory) -> Path:
     return folder
 
 
-def train(assets: Path, folder: Path, *overrides: str) -> tuple[list[dict[str, float]], str]:
+def train(assets: Path, folder: Path, *overrides: str, **launch: Any) -> tuple[list[dict[str, float]], str]:
     """Metrics of every step of two, and what the job printed."""
-    steps = jobs.train(assets, folder, "trainer.total_training_steps=2", *overrides)
+    steps = jobs.train(assets, folder, "trainer.total_training_steps=2", *overrides, **launch)
     return steps, (folder / "job.log").read_text()
 
 
@@ -118,3 +119,21 @@ def test_separate_rollouts_run_ahead(assets, tmp_path):
     assert second["training/off_policy/trajectory_staleness/max"] == 1  # generated with the weights before the update
     assert second["training/rollout_probs_diff_max"] > STALE
     assert second["psrl/prefix_match_rate"] > 0.3
+
+
+def test_the_command_of_verl(assets, tmp_path):
+    """``python -m verl.trainer.main_ppo`` with psrl's configuration, as docs/quickstart.md gives it."""
+    steps, output = train(
+        assets,
+        tmp_path / "run",
+        command=jobs.MAIN_PPO,
+        VERL_PLATFORM="cpu",
+        VERL_USE_EXTERNAL_MODULES="psrl.integrations.verl.plugin",
+    )
+    assert "psrl: sharing prefixes in update, old log-prob, reference; Megatron on cpu (float32), 2 data-par" in output
+    assert len(steps) == 2
+    for step in steps:
+        for phase in ("old_log_prob", "ref", "update"):
+            assert step[f"psrl/{phase}/samples"] == step["psrl/placement/rows"]
+            assert step[f"psrl/{phase}/unique_tokens"] < step["psrl/tokens"]
+        assert step["psrl/first_log_ratio"] <= 1e-5
