@@ -25,6 +25,11 @@ CONFIG_DIR_VARIABLE = "PSRL_CONFIG_DIR"
 _ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 
+def holds_configs(folder: Path) -> bool:
+    """Whether it is psrl's configs folder or a copy."""
+    return (folder / "psrl" / "job.yaml").is_file()
+
+
 def find_config_dir(given: Path | None) -> Path:
     """
     Raises:
@@ -32,7 +37,7 @@ def find_config_dir(given: Path | None) -> Path:
     """
     candidates = [given] if given else [Path("configs"), Path(__file__).resolve().parents[3] / "configs"]
     for folder in candidates:
-        if folder is not None and (folder / "psrl" / "job.yaml").is_file():
+        if holds_configs(folder):
             return folder.resolve()
     raise ConfigError(
         f"--config-dir: no psrl/job.yaml in {' or '.join(map(str, candidates))}: give psrl's configs folder or a copy"
