@@ -92,6 +92,7 @@ def _main(folder: Path, rank: int) -> None:
     if rank == 0:
         (folder / "result").write_bytes(pickle.dumps((send, reduce)))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

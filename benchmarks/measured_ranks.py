@@ -307,8 +307,9 @@ def main(folder: Path) -> None:
     init_local_rank(rank, world, str(folder / "store"))
     job: Job = pickle.loads((folder / "job.pkl").read_bytes())
     found = _Rank(job).run()
-    torch.distributed.barrier()
     (folder / f"result.{rank}").write_bytes(pickle.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

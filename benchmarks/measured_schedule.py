@@ -113,6 +113,7 @@ def _main(folder: Path, stage: int) -> None:
         found = [_timed(pipeline, stage) for pipeline in pipelines]
     (folder / f"result.{stage}").write_bytes(pickle.dumps(found))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def _timed(pipeline: Pipeline, stage: int) -> tuple[float, dict[_Op, float]]:
