@@ -143,10 +143,13 @@ def _serve(ranks: Ranks, store: str, pipe: Connection, function: Callable[..., i
     answer: tuple[str, Any]
     try:
         with quiet_upstream():
+            import torch.distributed as dist
+
             from psrl.integrations.verl.worker import init_local_rank
 
         init_local_rank(ranks.rank, ranks.size, store)
         answer = ("done", function(*args, ranks))
+        dist.destroy_process_group()  # gloo's threads would abort the exit now and then
     except PSRLError as error:
         answer = ("error", error)
     except (KeyboardInterrupt, SystemExit):

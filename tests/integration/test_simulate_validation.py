@@ -59,7 +59,7 @@ def test_step_times_of_1_2_and_4_processes(capsys):
             layout=ClusterLayout(num_ranks),
             mini_batches=2,
             max_tokens=400,
-            repeats=3,
+            repeats=7,
         )
     with capsys.disabled():
         print(f"\n{markdown(found)}")
