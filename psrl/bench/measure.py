@@ -10,8 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from psrl.bench.options import BenchOptions
+from psrl.bench.options import HALF, BenchOptions
+from psrl.bench.plans import half_budget
+from psrl.cost import KVFootprint
 from psrl.data import ReplaySample
+from psrl.integrations.megatron.shape import cached_values, model_shape
 from psrl.replay.clock import Seconds, now
 from psrl.replay.compare import worst_gradient
 from psrl.replay.job import prepare_model
@@ -68,17 +71,20 @@ class Bench:
             options.files, tiny=options.tiny, max_tokens=options.max_tokens, dtype=options.dtype, lr=0.0,
             repeat=options.repeat, seed=options.seed,
         )  # fmt: skip
-        model = prepare_model(
+        self._model = prepare_model(
             self._replay, [longest], vocabulary_for(int(largest.input_ids_N.max()), largest.where), scratch
         )
         self._sides: dict[str, Side] = {}
         for name in systems:
-            own = self._replay if name == UNSHARED else dataclasses.replace(self._replay, system=name)
-            self._sides[name] = build_side(name, own, model, options.max_tokens)
+            if name != HALF:
+                own = self._replay if name == UNSHARED else dataclasses.replace(self._replay, system=name)
+                self._sides[name] = build_side(name, own, self._model, options.max_tokens)
 
     def run(self, samples: Sequence[ReplaySample], systems: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Old log-prob, reference and update of all samples as one mini-batch, systems in turn. By system."""
         longest = max(sample.num_tokens for sample in samples)
+        if HALF in systems:
+            self._sides[HALF] = self._half_side(samples)
         sides = [self._sides[name] for name in systems]
         for side in sides:  # veRL does not split samples
             is_longer = side.name == UNSHARED and longest > self._options.max_tokens
@@ -99,6 +105,14 @@ class Bench:
         for values in records.values():
             del values["gradients"]
         return records
+
+    def _half_side(self, samples: Sequence[ReplaySample]) -> Side:
+        """psrl with a budget that depends on the samples."""
+        engine, max_tokens = self._sides["psrl"].actor.engine, self._options.max_tokens
+        shape = model_shape(engine.tf_config, self._model.vocab_size)
+        values = self._options.tiny.layers * cached_values(engine.tf_config, 1)
+        budget = half_budget(samples, shape, KVFootprint.of_values(values, engine.param_dtype.itemsize), max_tokens)
+        return build_side(HALF, dataclasses.replace(self._replay, kv_cache_bytes=budget), self._model, max_tokens)
 
     def _record(self, name: str, runner: PhaseRunner, begins: list[list[Seconds]]) -> dict[str, Any]:
         tokens = sum(sample.num_tokens for sample in runner.samples)

@@ -12,7 +12,9 @@ from psrl.replay.options import TinyModel
 from psrl.systems import SYSTEMS, UNSHARED
 
 CLOCKS = ("elapsed", "processor")
-COMPARED = (UNSHARED, "tree_packing", "paged", "radix", "psrl")
+HALF = "psrl_half"
+"""psrl with a budget of half of the bytes that the caches of other systems take; see ``plans.half_budget``."""
+COMPARED = (UNSHARED, "tree_packing", "paged", "radix", "psrl", HALF)
 ABLATIONS = (
     "psrl", "tree_packing", "no_self_sharing", "no_adaptive_blocks", "no_dynamic_cache", "no_token_wise"
 )  # fmt: skip
@@ -59,7 +61,7 @@ class BenchOptions:
         if not self.files:
             raise ConfigError("no input files")
         for name, values, known in (
-            ("strategy", self.strategies, STRATEGIES), ("system", self.systems, (UNSHARED, *SYSTEMS)),
+            ("strategy", self.strategies, STRATEGIES), ("system", self.systems, (UNSHARED, *SYSTEMS, HALF)),
             ("clock", (self.clock,), CLOCKS), ("dtype", (self.dtype,), ("float32", "float64")),
         ):  # fmt: skip
             for value in values:

@@ -75,6 +75,10 @@ def make_page(record: Mapping[str, Any], tables: Sequence[Table], plots: Mapping
         "## Throughput\n", "Over `unshared`, veRL's own path.\n", by_name["throughput"].markdown(), "",
         _wins(record), "",
         image("throughput", "Throughput by system"), "",
+        "Most bytes that the caches held, K/V and gradient accumulators. *psrl_half* is psrl with a budget "
+        "(`psrl.kv_cache_bytes`) of half of what the lesser of `paged` and `radix` takes, or where that is too little "
+        "to plan with, of the least tenth above half that is enough.\n",
+        by_name["cache"].markdown(), "",
         "Where a step's time goes:\n", by_name["phases"].markdown(), "",
         "## K/V bytes\n",
         f"Peaks of the K/V of an update / of a forward-only phase, in plans for the first {options['counted_rows']} "

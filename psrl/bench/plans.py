@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from psrl.analyze.shapes import ShapedModel
-from psrl.bench.options import ABLATIONS, COMPARED
+from psrl.bench.options import ABLATIONS, COMPARED, HALF
+from psrl.cost import KVFootprint, ModelShape
 from psrl.data import ReplaySample
 from psrl.errors import MemoryBudgetError
 from psrl.plan_view.job import batch_of
@@ -24,9 +26,39 @@ _SHARES = (0.75, 0.5, 0.35, 0.25, 0.15, 0.1)
 _POINTS = 200
 
 
+def half_budget(
+    samples: Sequence[ReplaySample], shape: ModelShape, footprint: KVFootprint, max_tokens: int
+) -> int | None:
+    """Bytes of cache for psrl: half of what the lesser of the paged and the radix cache takes in an update.
+
+    Where psrl cannot plan with so few: the least tenth of those bytes above half with which it can. None: others cache
+    nothing.
+    """
+
+    def peak(system: System, budget_bytes: int | None) -> int:
+        batch = system.prepare(batch_of(samples), max_tokens)
+        limited = dataclasses.replace(footprint, budget_bytes=budget_bytes)
+        return max(
+            build_plan(
+                batch, max_tokens=max_tokens, shape=shape, footprint=limited, forward_only=forward_only, system=system
+            ).stats.kv_bytes_peak
+            for forward_only in (False, True)
+        )
+
+    others = min(peak(SYSTEMS[name], None) for name in ("paged", "radix"))
+    if not others:
+        return None
+    for tenths in range(5, 11):
+        budget = others * tenths // 10
+        with contextlib.suppress(MemoryBudgetError):
+            peak(SYSTEMS["psrl"], budget)
+            return budget
+    return None
+
+
 def byte_curves(samples: Sequence[ReplaySample], model: ShapedModel, max_tokens: int) -> dict[str, dict[str, Any]]:
     """Of every system that keeps K/V, and of psrl with blocks of other sizes: bytes over the update's FLOPs."""
-    systems = [SYSTEMS[name] for name in dict.fromkeys((*COMPARED, *ABLATIONS)) if name not in (UNSHARED, "psrl")]
+    systems = [SYSTEMS[name] for name in dict.fromkeys((*COMPARED, *ABLATIONS)) if name not in (UNSHARED, "psrl", HALF)]
     blocks = [paged(f"blocks of {size}", "", size, keeps=False, stores_leaves=False) for size in BLOCK_SIZES]
     curves = {
         system.name: _curve(system, samples, model, max_tokens, None) for system in (SYSTEMS["psrl"], *systems, *blocks)

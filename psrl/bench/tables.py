@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from psrl.bench.options import HALF
 from psrl.systems import UNSHARED
 
 Cell = str | int | float
@@ -29,6 +30,7 @@ def make_tables(record: Mapping[str, Any]) -> list[Table]:
     return [
         _cases(record["cases"]),
         _throughput(record["throughput"]),
+        _cache(record["throughput"]),
         _phases(record["throughput"]),
         _bytes(record["bytes"]),
         _kv(record["bytes"]),
@@ -55,12 +57,16 @@ def _text(value: Cell) -> str:
 def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
-            f"{c['trace']} {c['strategy']}", c["samples"], c["tokens"], c["unique_tokens"],
+            _case(c), c["samples"], c["tokens"], c["unique_tokens"],
             f"{1 - c['unique_tokens'] / c['tokens']:.2%}", c["mean"], c["longest"],
         )
         for c in cases
     ]  # fmt: skip
     return Table("cases", ("case", "samples", "tokens", "unique", "match rate", "mean", "longest"), rows)
+
+
+def _case(case: Mapping[str, Any]) -> str:
+    return f"{case['trace']} {case['strategy']}"
 
 
 def _ratio(values: Mapping[str, Any], kind: str) -> str:
@@ -76,12 +82,24 @@ def _throughput(cases: Sequence[Mapping[str, Any]]) -> Table:
         best = max(found, key=lambda name: found[name]["step_ratio"])
         rows.append(
             (
-                f"{case['trace']} {case['strategy']}", found[UNSHARED]["tokens_per_second"],
+                _case(case), found[UNSHARED]["tokens_per_second"],
                 *(_ratio(found[name], "step") for name in systems if name != UNSHARED), best,
             )
         )  # fmt: skip
     others = [name for name in systems if name != UNSHARED]
     return Table("throughput", ("case", "unshared tokens/s", *others, "fastest"), rows)
+
+
+def _cache(cases: Sequence[Mapping[str, Any]]) -> Table:
+    """Peaks as measured, K/V and gradient accumulators together."""
+    caching = [name for name in ("paged", "radix", "psrl", HALF) if name in cases[0]["systems"]]
+    rows: list[tuple[Cell, ...]] = []
+    for case in cases:
+        peaks = {name: case["systems"][name]["kv_bytes_measured"] for name in caching}
+        others = [peaks[name] for name in ("paged", "radix") if peaks.get(name)]
+        shares = [f"{peaks[name] / min(others):.0%}" if others else "" for name in ("psrl", HALF) if name in peaks]
+        rows.append((_case(case), *(peak / 2**20 for peak in peaks.values()), ", ".join(shares)))
+    return Table("cache", ("case", *(f"{name}, MiB" for name in caching), "psrl's share of the least"), rows)
 
 
 def _phases(cases: Sequence[Mapping[str, Any]]) -> Table:
@@ -90,7 +108,7 @@ def _phases(cases: Sequence[Mapping[str, Any]]) -> Table:
         for name in (UNSHARED, "psrl"):
             medians = case["systems"][name]["medians"]
             shares = [f"{medians[p] / medians['step']:.0%}" for p in ("old_log_prob", "ref", "update")]
-            rows.append((f"{case['trace']} {case['strategy']}", name, medians["step"], *shares))
+            rows.append((_case(case), name, medians["step"], *shares))
     return Table("phases", ("case", "system", "seconds", "old log-prob", "reference", "update"), rows)
 
 
@@ -100,7 +118,7 @@ def _bytes(cases: Sequence[Mapping[str, Any]]) -> Table:
     for name in cases[0]["systems"]:
         found = [case["systems"][name] for case in cases]
         rows.append((name, *(f"{v['kv_peak'] / 2**20:,.0f} / {v['kv_peak_forward'] / 2**20:,.0f}" for v in found)))
-    return Table("bytes", ("MiB", *(f"{case['trace']} {case['strategy']}" for case in cases)), rows)
+    return Table("bytes", ("MiB", *(_case(case) for case in cases)), rows)
 
 
 def _kv(cases: Sequence[Mapping[str, Any]]) -> Table:
@@ -110,7 +128,7 @@ def _kv(cases: Sequence[Mapping[str, Any]]) -> Table:
         found = case["systems"]
         rows += [
             (
-                f"{case['trace']} {case['strategy']}", name, found[name]["kv_peak"] / 2**20,
+                _case(case), name, found[name]["kv_peak"] / 2**20,
                 found[name]["kv_peak_forward"] / 2**20,
                 found[name]["peak"] / 2**20, _over(found[name]["kv_peak"], found["psrl"]["kv_peak"]),
                 found[name]["tokens_computed"], found[name]["largest_micro_batch"],
@@ -175,7 +193,7 @@ def _evenness(cases: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("psrl", "no_token_wise", "no_self_sharing", "tree_packing"):
         found = [case["systems"][name] for case in cases]
         rows.append((name, *(f"{v['spread_by_flops']:.2f}, {v['largest_micro_batch']:,}" for v in found)))
-    return Table("evenness", ("system", *(f"{case['trace']} {case['strategy']}" for case in cases)), rows)
+    return Table("evenness", ("system", *(_case(case) for case in cases)), rows)
 
 
 def _lengths(cases: Sequence[Mapping[str, Any]]) -> Table:

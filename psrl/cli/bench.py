@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from psrl.agents.strategies import STRATEGIES
-from psrl.bench.options import CLOCKS, COMPARED, BenchOptions
+from psrl.bench.options import CLOCKS, COMPARED, HALF, BenchOptions
 from psrl.replay.options import TinyModel
 from psrl.systems import SYSTEMS, UNSHARED
 
@@ -32,7 +32,7 @@ Strategies = Annotated[
 ]
 Systems = Annotated[
     list[str] | None,
-    _option(_WHAT, f"May be repeated; {', '.join(COMPARED)} if not given.", (UNSHARED, *SYSTEMS)),
+    _option(_WHAT, f"May be repeated; {', '.join(COMPARED)} if not given.", (UNSHARED, *SYSTEMS, HALF)),
 ]
 Repeat = Annotated[int, _option(_WHAT, "Runs of every system, in turn; medians and spreads are of these.")]
 Clock = Annotated[str, _option(_WHAT, "Seconds that count: other processes disturb processor time least.", CLOCKS)]

@@ -38,7 +38,7 @@ def test_record_tables_plots_and_page(tmp_path: Path):
     ]
     measured = [record["ablations"], *record["throughput"], *record["lengths"]]
     assert [list(case["systems"]) for case in record["throughput"]] == [
-        ["unshared", "tree_packing", "paged", "radix", "psrl"]
+        ["unshared", "tree_packing", "paged", "radix", "psrl", "psrl_half"]
     ] * 2
     for case in measured:
         for name, values in case["systems"].items():
@@ -47,6 +47,9 @@ def test_record_tables_plots_and_page(tmp_path: Path):
             assert len(values["seconds"]["step"]) == 2 and min(values["seconds"]["step"]) > 0
             low, high = values["step_ratio_spread"]
             assert low <= values["step_ratio"] <= high
+    for case in record["throughput"]:
+        cached = {name: values["kv_bytes_measured"] for name, values in case["systems"].items()}
+        assert 0 < cached["psrl_half"] <= min(cached["paged"], cached["radix"])
     curves = record["bytes"][0]["systems"]
     assert curves["psrl"]["kv_peak"] <= curves["radix"]["kv_peak"] <= curves["paged"]["kv_peak"]
     assert record["ranks"][0]["ranks"] == 2 and record["ranks"][0]["speedup"] > 1
@@ -54,6 +57,7 @@ def test_record_tables_plots_and_page(tmp_path: Path):
     assert tables == {
         "cases",
         "throughput",
+        "cache",
         "phases",
         "bytes",
         "kv_peak",
