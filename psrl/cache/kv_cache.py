@@ -31,6 +31,15 @@ class KVPair(NamedTuple):
     v: Tensor
 
 
+class PathBlocks(NamedTuple):
+    """The blocks of a micro-batch's path where they lie, root first: [L, n, K, H] each."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+    sizes: list[int]
+    """Rows of each block that hold tokens, its first ones."""
+
+
 class BlockShard(NamedTuple):
     """Which of ``size`` even shards of every block a cache stores."""
 
@@ -44,6 +53,10 @@ class KVCache:
     Every method that takes a micro-batch and a layer is called once per layer; the bookkeeping of a micro-batch closes
     with its last layer, in whatever order layers come.
     """
+
+    lends_blocks = True
+    """Whether ``path_blocks`` and ``path_grads`` are there: blocks are whole tensors on the device. A cache that keeps
+    them elsewhere says False, and its path is gathered by ``read``."""
 
     def __init__(
         self,
@@ -100,12 +113,22 @@ class KVCache:
             torch.cat([pair.v[layer, :size] for pair, size in stored] + [v_TKH]),
         )
 
+    def path_blocks(self, micro_batch: int) -> PathBlocks:
+        """The path's K and V. They stay where they are until the micro-batch's last ``end_layer``."""
+        return self._lend(micro_batch, self._kv)
+
     # ------------------------------------------------------------------------------------------------ backward
+    def path_grads(self, micro_batch: int) -> PathBlocks:
+        """The accumulators of the path's K and V (fp32, or fp64 for fp64), for a backward that adds to them itself.
+
+        They come into being with the first reader's backward, as zeros.
+        """
+        self._begin_backward(micro_batch)
+        return self._lend(micro_batch, self._grads)
+
     def add_grads(self, micro_batch: int, layer: int, dk_PKH: Tensor, dv_PKH: Tensor) -> None:
         """Add the gradients of a micro-batch's path to its blocks' accumulators (fp32, or fp64 for fp64)."""
-        if self._layers_left.get((micro_batch, True), self.num_layers) == self.num_layers:
-            for block in self._ledger.begin_backward(micro_batch):
-                self._grads[block] = KVPair(*(self._zeros_like(x) for x in self._kv[block]))
+        self._begin_backward(micro_batch)
         start = 0
         for block in self.plan.micro_batches[micro_batch].path_blocks:
             stop = start + self._sizes[block]
@@ -128,19 +151,23 @@ class KVCache:
             torch.cat([self._grads[block].v[layer, : self._sizes[block]] for block in own]),
         )
 
-    def end_layer(self, micro_batch: int, *, backward: bool) -> None:
-        """One layer of the micro-batch is done. With the last one, blocks nobody needs any more are freed."""
+    def end_layer(self, micro_batch: int, *, backward: bool) -> bool:
+        """One layer of the micro-batch is done. With the last one, blocks nobody needs any more are freed.
+
+        Returns whether it was the last.
+        """
         key = (micro_batch, backward)
         left = self._layers_left.get(key, self.num_layers) - 1
         if left:
             self._layers_left[key] = left
-            return
+            return False
         self._layers_left.pop(key, None)
         freed = self._ledger.end(micro_batch, backward=backward)
         for block in freed.kv:
             self.tier.free(*self._kv.pop(block))
         for block in freed.grads:
             self.tier.free(*self._grads.pop(block))
+        return True
 
     def check_drained(self) -> None:
         """Every block has been freed.
@@ -153,6 +180,17 @@ class KVCache:
                 f"{len(self._kv)} KV blocks and {len(self._grads)} accumulators are left after the last micro-batch "
                 f"(unfinished: {sorted(self._layers_left)})"
             )
+
+    def _begin_backward(self, micro_batch: int) -> None:
+        """Allocate what accumulators the path lacks, at the first layer."""
+        if self._layers_left.get((micro_batch, True), self.num_layers) == self.num_layers:
+            for block in self._ledger.begin_backward(micro_batch):
+                self._grads[block] = KVPair(*(self._zeros_like(x) for x in self._kv[block]))
+
+    def _lend(self, micro_batch: int, stored: dict[int, KVPair]) -> PathBlocks:
+        path = self.plan.micro_batches[micro_batch].path_blocks
+        pairs = [stored[block] for block in path]
+        return PathBlocks([x.k for x in pairs], [x.v for x in pairs], [self._sizes[block] for block in path])
 
     def _zeros_like(self, x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -2,6 +2,8 @@
 
 A cache that stores leaves too gets their K/V in the forward of pass 2.
 
+Attention that reads the path in its blocks (``in_place.py``) exchanges the local part only.
+
 Under context parallelism a rank brings the K/V of its tokens and its shards of the path, and gets those of all ranks;
 in the backward it gets the sum over ranks of its tokens' and shards' gradients.
 
@@ -33,9 +35,7 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
         k_TKH, v_TKH: [t, K, H] under context parallelism. Then collective over the context-parallel group.
     """
     mb = execution.micro_batch.plan
-    if execution.backward and torch.is_grad_enabled() and not k_TKH.requires_grad:
-        # Nothing before them is trained (adapters of later layers only), but their backward keeps the cache's books.
-        k_TKH, v_TKH = k_TKH.detach().requires_grad_(), v_TKH.detach().requires_grad_()
+    k_TKH, v_TKH = _with_backward(execution, k_TKH, v_TKH)
     if execution.micro_batch.context is not None:
         if execution.backward:
             return KVPair(*_ContextPathAndTap.apply(k_TKH, v_TKH, execution, layer))
@@ -48,12 +48,42 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
     if mb.own_blocks:
         cache.write(mb.index, layer, k_TKH, v_TKH)
     pair = cache.read(mb.index, layer, k_TKH, v_TKH)
-    cache.end_layer(mb.index, backward=False)
+    end_layer(execution)
     return pair
 
 
+def exchange_local_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
+    """``exchange_kv`` without the path: K and V of the local tokens only, [T, K, H].
+
+    Attention adds the path's gradients to the cache itself, in pass 2 before the tap's backward, and in pass 1 calls
+    ``end_layer`` when it has read the path.
+    """
+    k_TKH, v_TKH = _with_backward(execution, k_TKH, v_TKH)
+    if execution.backward:
+        return KVPair(*_PathAndTap.apply(k_TKH, v_TKH, execution, layer))
+    if execution.micro_batch.plan.own_blocks:
+        execution.cache.write(execution.micro_batch.plan.index, layer, k_TKH, v_TKH)
+    return KVPair(k_TKH, v_TKH)
+
+
+def end_layer(execution: Execution) -> None:
+    """The cache is not needed any more for one layer of an execution. With the last, path tables are dropped."""
+    is_last = execution.cache.end_layer(execution.micro_batch.plan.index, backward=execution.backward)
+    if is_last and execution.path_tables is not None:
+        execution.path_tables.drop()
+
+
+def _with_backward(execution: Execution, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V whose backward is run: it keeps the cache's books, even where nothing before them is trained (adapters
+    of later layers only)."""
+    if execution.backward and torch.is_grad_enabled() and not k_TKH.requires_grad:
+        return k_TKH.detach().requires_grad_(), v_TKH.detach().requires_grad_()
+    return k_TKH, v_TKH
+
+
 class _PathAndTap(torch.autograd.Function):
-    """Activation recompute may run the forward twice: it reads, and what a leaf stores is the same again."""
+    """Activation recompute may run the forward twice: it reads, and what a leaf stores is the same again. Where
+    attention reads the path in its blocks, this is the tap alone."""
 
     @staticmethod
     def forward(ctx: Any, k_TKH: Tensor, v_TKH: Tensor, execution: Execution, layer: int) -> tuple[Tensor, Tensor]:
@@ -61,23 +91,23 @@ class _PathAndTap(torch.autograd.Function):
         mb = execution.micro_batch.plan
         if not mb.is_spine:
             execution.cache.write(mb.index, layer, k_TKH, v_TKH)
-        pair = execution.cache.read(mb.index, layer, k_TKH, v_TKH)
-        if not mb.path_blocks:
+        if not mb.path_blocks or execution.path_tables is not None:
             return k_TKH.view_as(k_TKH), v_TKH.view_as(v_TKH)
+        pair = execution.cache.read(mb.index, layer, k_TKH, v_TKH)
         return pair.k, pair.v
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dk_SKH, dv_SKH = grad_outputs
         mb, cache, layer = ctx.execution.micro_batch.plan, ctx.execution.cache, ctx.layer
-        path_len = mb.path_len
+        path_len = mb.path_len if ctx.execution.path_tables is None else 0
         if path_len:
             cache.add_grads(mb.index, layer, dk_SKH[:path_len], dv_SKH[:path_len])
         dk_TKH, dv_TKH = dk_SKH[path_len:], dv_SKH[path_len:]
         if mb.is_spine:
             tapped = cache.own_grads(mb.index, layer)
             dk_TKH, dv_TKH = _add_leading(dk_TKH, tapped.k), _add_leading(dv_TKH, tapped.v)
-        cache.end_layer(mb.index, backward=True)
+        end_layer(ctx.execution)
         return dk_TKH, dv_TKH, None, None
 
 
@@ -88,7 +118,7 @@ def _gather_and_write(execution: Execution, context: ContextPart, layer: int, lo
     if mb.own_blocks:
         cache.write(mb.index, layer, pair.k[mb.path_len :], pair.v[mb.path_len :])
     if mb.own_blocks or mb.path_blocks:
-        cache.end_layer(mb.index, backward=False)
+        end_layer(execution)
     return pair
 
 
@@ -113,7 +143,7 @@ class _ContextPathAndTap(torch.autograd.Function):
         if mb.path_blocks:
             cache.add_grads(mb.index, layer, dk_rKH[:num_stored], dv_rKH[:num_stored])
         if mb.path_blocks or mb.own_blocks:
-            cache.end_layer(mb.index, backward=True)
+            end_layer(ctx.execution)
         dk_tKH, dv_tKH = dk_rKH[num_stored:].to(grad_outputs[0].dtype), dv_rKH[num_stored:].to(grad_outputs[1].dtype)
         return dk_tKH, dv_tKH, None, None
 

@@ -30,6 +30,7 @@ from psrl.errors import PlanError
 from psrl.runtime.attention import AttentionLayout
 from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
 from psrl.runtime.outputs import RowChunk, row_chunks
+from psrl.runtime.path_tables import PathTables
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.routing import RouterLoads, RouterPass
 from psrl.runtime.transfer import to_device
@@ -91,6 +92,8 @@ class Execution:
     backward: bool
     """Pass 2: a backward follows. Otherwise the forward is all, and a spine micro-batch writes its blocks."""
     attention_backend: str
+    path_tables: PathTables | None = None
+    """For a micro-batch with a path that attention reads in its blocks; None where it is gathered."""
     router: RouterPass | None = None
     """For expert routers with losses or statistics."""
     routes: TokenRoutes | None = None
@@ -120,6 +123,7 @@ class Session:
         chunk_layers: Sequence[int],
         device: torch.device,
         attention_backend: str,
+        path_in_place: bool = False,
         token_multiple: int = 1,
         router: RouterSamples | None = None,
         routes: TokenRoutes | None = None,
@@ -129,18 +133,25 @@ class Session:
         """
         Args:
             chunk_layers: number of attention layers of each model chunk of this rank.
+            path_in_place: attention reads the cached path in its blocks (see ``path_access``).
             token_multiple: micro-batches are padded to a multiple of it (sequence and context parallelism split them
                 evenly).
             router: what routers with losses or statistics have to know of the samples.
             routes: experts that routers replay, or record; None: neither.
             context: ranks that share micro-batches; None: this one alone.
             max_logit_rows: most rows of logits at a time; None: all of a micro-batch.
+
+        Raises:
+            PlanError: the path is to be read in place, and a cache does not lend its blocks.
         """
         self.plan = plan
         self.device = device
         self.attention_backend = attention_backend
         shard = BlockShard() if context is None else BlockShard(context.rank, context.size)
         self.caches = tuple(KVCache(plan, num_layers, shard=shard) for num_layers in chunk_layers)
+        if path_in_place and not (context is None and all(cache.lends_blocks for cache in self.caches)):
+            raise PlanError("the path cannot be read in place: the cache has no whole blocks on the device")
+        self._path_in_place = path_in_place
         self._context = context
         self._token_multiple = token_multiple
         self._max_logit_rows = max_logit_rows
@@ -159,7 +170,9 @@ class Session:
             router = RouterPass(
                 self._router.loads, self._router.num_tokens, self._router.is_counting and not backward, router_scale
             )
-        return Execution(self._bind(index), self.caches[chunk], backward, self.attention_backend, router, self._routes)
+        bound, cache = self._bind(index), self.caches[chunk]
+        tables = PathTables(cache, index) if self._path_in_place and bound.plan.path_blocks else None
+        return Execution(bound, cache, backward, self.attention_backend, tables, router, self._routes)
 
     @property
     def peak_cache_bytes(self) -> int:

@@ -19,10 +19,10 @@ CAPABILITIES = (80, 90, 100)
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
-def run_in_interpreter(markers):
+def run_in_interpreter(markers, cases="attention_cases.py"):
     """Triton reads TRITON_INTERPRET when it is imported, so these tests have a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", markers,
-               "tests/interpreter/attention_cases.py"]  # fmt: skip
+               f"tests/interpreter/{cases}"]  # fmt: skip
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
     environment.pop("PYTEST_ADDOPTS", None)
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

@@ -16,6 +16,7 @@ from psrl.cache import KVPair
 from psrl.integrations.megatron.packed import execution_of
 from psrl.runtime.attention import attend_layout
 from psrl.runtime.exchange import exchange_kv
+from psrl.runtime.in_place import attend_in_place
 from psrl.runtime.session import Execution, enter_layer
 
 
@@ -53,6 +54,10 @@ class PrefixCoreAttention(MegatronModule):
         """Query [T, N, H], key and value [T, K, H], after rotary. Returns [T, N * H]."""
         execution = execution_of(packed_seq_params)
         enter_layer(execution)
+        tables = execution.path_tables
+        if tables is not None:
+            out_TNH = attend_in_place(execution, tables, self.cache_layer, query, key, value, self.scale)
+            return out_TNH.reshape(len(query), -1)
         k_SKH, v_SKH = self._path_and_local(execution, key, value)
         out_TNH = attend_layout(
             query,

@@ -7,6 +7,7 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.megatron_utils import unwrap_model
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
@@ -36,6 +37,7 @@ from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBat
 from psrl.integrations.verl.routes import take_routes
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
+from psrl.runtime.attention import PathAccess, path_access, resolve_backend
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
@@ -161,6 +163,15 @@ class PrefixSharingMixin(_Engine):
             plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0))
         return plan
 
+    @cached_property
+    def path_access(self) -> PathAccess:
+        """How attention reaches the cached path."""
+        return path_access(
+            resolve_backend(self.psrl_config.attention_backend, get_device_name()),
+            context_parallel=self.engine_config.context_parallel_size,
+            is_latent=self.tf_config.multi_latent_attention,
+        )
+
     @property
     def has_router_statistics(self) -> bool:
         """Whether expert routers have losses or statistics, which depend on how often a token is counted."""
@@ -179,6 +190,7 @@ class PrefixSharingMixin(_Engine):
             chunk_layers=self.chunk_layers,
             device=torch.device(get_device_id()),
             attention_backend=self.psrl_config.attention_backend,
+            path_in_place=self.path_access.in_place,
             token_multiple=token_multiple(self.tf_config),
             router=router,
             routes=routes,

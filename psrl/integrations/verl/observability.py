@@ -89,10 +89,13 @@ class EngineProbe:
         """The engine as the startup line has it."""
         config = self._engine.psrl_config
         backend = config.attention_backend
+        attention = f"{resolve_backend(backend, get_device_name())} (auto)" if backend == "auto" else backend
+        if config.enable:
+            attention += f", {self._engine.path_access}"
         return {
             "sharing": "on" if config.enable else "off",
             "device": get_device_name(),
-            "attention": f"{resolve_backend(backend, get_device_name())} (auto)" if backend == "auto" else backend,
+            "attention": attention,
             "dtype": str(self._engine.param_dtype).removeprefix("torch."),
             "max_tokens": str(config.max_tokens or self._engine.engine_config.max_token_len_per_gpu),
             "infer_max_tokens": str(config.infer_max_tokens or self._engine.engine_config.infer_max_token_len_per_gpu),

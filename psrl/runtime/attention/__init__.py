@@ -2,5 +2,6 @@
 
 from psrl.runtime.attention.dispatch import attend, attend_layout, resolve_backend
 from psrl.runtime.attention.layout import AttentionLayout
+from psrl.runtime.attention.path_access import PathAccess, path_access
 
-__all__ = ["AttentionLayout", "attend", "attend_layout", "resolve_backend"]
+__all__ = ["AttentionLayout", "PathAccess", "attend", "attend_layout", "path_access", "resolve_backend"]

@@ -5,7 +5,7 @@ Shape legend: T queries, S keys, L local keys, N query heads, K key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from psrl.runtime.attention.triton.launch import (
     dq_launches,
     forward_launches,
 )
-from psrl.runtime.attention.triton.path import ALIGNMENT, CachedPath, RowTable
+from psrl.runtime.attention.triton.path import ALIGNMENT, CachedPath, RowTable, row_table
 
 INTERPRETER_MAJOR = 9
 """Whose tiles the interpreter runs."""
@@ -35,6 +35,23 @@ class PathGrads(NamedTuple):
 
     dk: RowTable
     dv: RowTable
+
+    @classmethod
+    def build(
+        cls, dk_blocks: Sequence[Tensor], dv_blocks: Sequence[Tensor], sizes: Sequence[int] | None = None
+    ) -> PathGrads:
+        """
+        Args:
+            dk_blocks, dv_blocks: the accumulators from the root on, as long as the blocks; see ``row_table``.
+
+        Raises:
+            UnsupportedError: they are not float32.
+        """
+        tables = cls(row_table(dk_blocks, sizes), row_table(dv_blocks, sizes))
+        for table in tables:
+            if table.dtype != torch.float32:
+                raise UnsupportedError(f"the kernels add to float32 accumulators, got {table.dtype}")
+        return tables
 
 
 def triton_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float) -> Tensor:

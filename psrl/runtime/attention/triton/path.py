@@ -43,16 +43,23 @@ class CachedPath(NamedTuple):
         return len(self.k.rows_P)
 
     @classmethod
-    def build(cls, k_blocks: Sequence[Tensor], v_blocks: Sequence[Tensor]) -> CachedPath:
+    def build(
+        cls, k_blocks: Sequence[Tensor], v_blocks: Sequence[Tensor], sizes: Sequence[int] | None = None
+    ) -> CachedPath:
         """Args: the path's blocks from the root on, each [L, n, K, H] and [L, n, K, W]; see ``row_table``."""
-        return cls(row_table(k_blocks), row_table(v_blocks))
+        return cls(row_table(k_blocks, sizes), row_table(v_blocks, sizes))
 
 
-def row_table(blocks: Sequence[Tensor]) -> RowTable:
-    """Table of at least one block. Copies one small array per table to the device, without synchronising.
+def row_table(blocks: Sequence[Tensor], sizes: Sequence[int] | None = None) -> RowTable:
+    """Table of at least one block. Copies two small arrays to the device, without synchronising.
+
+    Args:
+        blocks: [L, n, K, D] each.
+        sizes: rows of each block that are path tokens, its first ones; None: all n.
 
     Raises:
-        ValueError: no block, or blocks that differ in layers, heads, head dim, dtype or device, or are strided.
+        ValueError: no block, blocks that differ in layers, heads, head dim, dtype or device, or are strided, or sizes
+            that do not fit them.
         UnsupportedError: rows that do not start at multiples of 16 bytes.
     """
     if not blocks:
@@ -74,12 +81,15 @@ def row_table(blocks: Sequence[Tensor]) -> RowTable:
             f"cached blocks need rows at multiples of {ALIGNMENT} bytes, got head dim {head_dim} of {like.dtype}"
         )
     lens = np.array([x.shape[1] for x in blocks])
+    used = lens if sizes is None else np.array(sizes)
+    if used.shape != lens.shape or (used > lens).any() or (used < 0).any():
+        raise ValueError(f"a path has {used.tolist()} tokens in blocks of {lens.tolist()}")
     row_bytes = num_heads * head_dim * like.element_size()
-    row_in_block = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
-    rows = np.repeat(np.array([x.data_ptr() for x in blocks]), lens) + row_in_block * row_bytes
+    row_in_block = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
+    rows = np.repeat(np.array([x.data_ptr() for x in blocks]), used) + row_in_block * row_bytes
     return RowTable(
         to_device(rows.astype(np.int64), like.device),
-        to_device(np.repeat(lens, lens).astype(np.int32), like.device),
+        to_device(np.repeat(lens, used).astype(np.int32), like.device),
         num_heads,
         head_dim,
         like.dtype,

@@ -1,0 +1,67 @@
+"""The cached path, read in its blocks by the Triton kernels: engines in Triton's interpreter, and the decision."""
+
+import pytest
+
+from psrl.config import PSRLConfig
+from psrl.errors import PlanError
+from psrl.integrations.verl.observability import EngineProbe
+from psrl.runtime.attention import path_access
+from tests.helpers import make_checkpoint, make_worker
+from tests.unit.test_triton_attention import run_in_interpreter
+
+
+def test_engine_in_the_interpreter():
+    run_in_interpreter("not slow", "engine_cases.py")
+
+
+@pytest.mark.slow
+def test_engine_in_the_interpreter_on_more_forests():
+    run_in_interpreter("slow", "engine_cases.py")
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "says"),
+    [
+        ("triton", {}, "path in place"),
+        ("triton", {"context_parallel": 2}, "path gathered (context parallelism: every rank stores a shard of"),
+        ("triton", {"is_latent": True}, "path gathered (latent attention: keys are made of the path's latents in"),
+        ("sdpa", {}, "path gathered"),
+        ("flash", {"context_parallel": 2}, "path gathered"),
+    ],
+)
+def test_the_decision(backend, options, says):
+    access = path_access(backend, **options)
+    assert str(access).startswith(says) and (access.in_place, access.reason == "") == (
+        says == "path in place",
+        "(" not in says,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "psrl", "says"),
+    [
+        ("qwen3", {"attention_backend": "triton"}, "triton, path in place"),
+        ("qwen3", {}, "sdpa (auto), path gathered"),
+        ("qwen3", {"enable": False}, "sdpa (auto)"),
+        (
+            "deepseek_v3",
+            {"attention_backend": "triton"},
+            "triton, path gathered (latent attention: keys are made of the path's latents in every layer)",
+        ),
+    ],
+)
+def test_the_startup_line_says_it(tmp_path, kind, psrl, says):
+    worker = make_worker(make_checkpoint(tmp_path, kind), psrl=PSRLConfig(**psrl), dtype="float32")
+    assert EngineProbe(worker.engine).describe()["attention"] == says
+
+
+def test_a_cache_that_lends_no_blocks_is_refused(tmp_path, monkeypatch):
+    from psrl.cache import KVCache
+    from tests.helpers.engines import run_inference
+    from tests.helpers.forests import tree_rows
+
+    config = PSRLConfig(attention_backend="triton")
+    worker = make_worker(make_checkpoint(tmp_path, "qwen3"), psrl=config, dtype="float32")
+    monkeypatch.setattr(KVCache, "lends_blocks", False)
+    with pytest.raises(PlanError, match="the path cannot be read in place: the cache has no whole blocks"):
+        run_inference(worker, tree_rows(), max_tokens=3)
