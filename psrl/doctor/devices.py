@@ -11,11 +11,13 @@ import torch.distributed as dist
 from psrl.config import ATTENTION_BACKENDS
 from psrl.doctor.finding import Finding, State
 from psrl.errors import UnsupportedError
-from psrl.runtime.attention import AttentionLayout, attend_layout, resolve_backend
+from psrl.runtime.attention import AttentionLayout, attend_layout, path_access, resolve_backend
 
 _DEVICES, _BACKENDS = "devices", "attention backends"
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of the largest value."""
+_TRUNK, _BRANCH = 40, 30
+"""Tokens of what backends are tried on."""
 
 
 def check_devices() -> Iterator[Finding]:
@@ -51,8 +53,11 @@ def check_backends() -> Iterator[Finding]:
         if backend in ("auto", "reference"):
             continue
         name = f"{backend} (auto)" if backend == default else backend
+        access = path_access(backend)
         try:
             error = backend_error(backend, device, dtype)
+            if access.in_place:
+                error = max(error, in_place_error(device, dtype))
         except UnsupportedError as refusal:
             yield Finding(
                 _BACKENDS, name, State.WRONG if backend == default else State.ABSENT, str(refusal), f"use {default}"
@@ -65,7 +70,7 @@ def check_backends() -> Iterator[Finding]:
                 _BACKENDS, name, State.WRONG, f"{type(failure).__name__}: {text}", f"psrl.attention_backend={default}"
             )
             continue
-        detail = f"forward and backward within {error:.0e} of dense float64 attention on {device} in {dtype}"
+        detail = f"forward and backward within {error:.0e} of dense float64 attention on {device} in {dtype}; {access}"
         if error <= _TOLERANCE[dtype]:
             yield Finding(_BACKENDS, name, State.OK, detail)
         else:
@@ -80,19 +85,63 @@ def backend_error(backend: str, device: str, dtype: torch.dtype) -> float:
     Raises:
         UnsupportedError: the backend cannot run here.
     """
-    first = torch.cat([torch.arange(40), torch.arange(40, 100)]).numpy()
-    last = torch.cat([torch.full((40,), 100), torch.full((30,), 70), torch.full((30,), 100)]).numpy()
-    layout = AttentionLayout.build(first, last, 100)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(100, heads, 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
-    grad_out = torch.randn(100, 4, 64, generator=generator).to(dtype)
+    layout = _forest(0)
+    *inputs, grad_out = _random_inputs(0, dtype)
+    got = _run(inputs, grad_out, layout, backend, device, dtype)
+    return _largest_error(got, _run(inputs, grad_out, layout, "reference", "cpu", torch.float64))
 
-    def run(backend: str, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        q, k, v = (x.to(device, dtype, copy=True).requires_grad_() for x in inputs)
-        out = attend_layout(q, k, v, layout, backend=backend)
-        out.backward(grad_out.to(device, dtype))
-        return [x.detach().double().cpu() for x in (out, q.grad, k.grad, v.grad) if x is not None]
 
-    wanted = run("reference", "cpu", torch.float64)
-    got = run(backend, device, dtype)
+def in_place_error(device: str, dtype: torch.dtype) -> float:
+    """``backend_error`` where the trunk is a cached path in two blocks, which the Triton kernels read in place, in the
+    second of two layers. Its gradients are those that they add to the accumulators.
+
+    Raises:
+        UnsupportedError: the kernels cannot run here.
+    """
+    from psrl.runtime.attention.triton import CachedPath, PathGrads, attend_path
+
+    layout = _forest(_TRUNK)
+    *inputs, grad_out = _random_inputs(_TRUNK, dtype)
+    q, k, v = (x.to(device, copy=True) for x in inputs)
+    blocks = [[torch.stack([torch.zeros_like(part), part]) for part in x[:_TRUNK].split([16, 24])] for x in (k, v)]
+    totals = [[torch.zeros(x.shape, device=device) for x in part] for part in blocks]
+    local = [x.clone().requires_grad_() for x in (q, k[_TRUNK:], v[_TRUNK:])]
+    path = CachedPath.build(*blocks)
+    out = attend_path(*local, layout, path, 1, lambda: PathGrads.build(*totals))
+    dq, *local_grads = torch.autograd.grad(out, local, grad_out.to(device))
+    key_grads = [torch.cat([*(x[1] for x in part), grad]) for part, grad in zip(totals, local_grads, strict=True)]
+    got = [x.detach().double().cpu() for x in (out, dq, *key_grads)]
+    return _largest_error(got, _run(inputs, grad_out, layout, "reference", "cpu", torch.float64))
+
+
+def _forest(path_len: int) -> AttentionLayout:
+    """The first ``path_len`` tokens are keys only."""
+    total = _TRUNK + 2 * _BRANCH
+    last = torch.tensor([total] * _TRUNK + [_TRUNK + _BRANCH] * _BRANCH + [total] * _BRANCH)
+    first = torch.arange(total)
+    return AttentionLayout.build((first - path_len).clamp(0).numpy(), (last - path_len).numpy(), total - path_len)
+
+
+def _random_inputs(path_len: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator, total = torch.Generator().manual_seed(0), _TRUNK + 2 * _BRANCH
+    shapes = ((total - path_len, 4, 64), (total, 2, 64), (total, 2, 64), (total - path_len, 4, 64))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def _run(
+    inputs: list[torch.Tensor],
+    grad_out: torch.Tensor,
+    layout: AttentionLayout,
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    q, k, v = (x.to(device, dtype, copy=True).requires_grad_() for x in inputs)
+    out = attend_layout(q, k, v, layout, backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out.to(device, dtype))
+    return [x.detach().double().cpu() for x in (out, *grads)]
+
+
+def _largest_error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, wanted, strict=True))

@@ -192,7 +192,7 @@ def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
 
     worker = build_training_worker(
         job.checkpoint,
-        psrl_config=PSRLConfig(enable=job.sharing, attention_backend="sdpa", **job.psrl),
+        psrl_config=PSRLConfig(enable=job.sharing, **{"attention_backend": "sdpa", **job.psrl}),
         dtype=job.dtype,
         max_tokens=1024,
         lr=job.lr,

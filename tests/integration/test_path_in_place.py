@@ -20,21 +20,23 @@ def test_engine_in_the_interpreter_on_more_forests():
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "says"),
+    ("backend", "options", "in_place", "says"),
     [
-        ("triton", {}, "path in place"),
-        ("triton", {"context_parallel": 2}, "path gathered (context parallelism: every rank stores a shard of"),
-        ("triton", {"is_latent": True}, "path gathered (latent attention: keys are made of the path's latents in"),
-        ("sdpa", {}, "path gathered"),
-        ("flash", {"context_parallel": 2}, "path gathered"),
+        ("triton", {}, True, "path in place"),
+        ("triton", {"has_host_tier": True}, True, "path in place (gathered in mini-batches that use the host tier)"),
+        (
+            "triton",
+            {"context_parallel": 2},
+            False,
+            "path gathered (context parallelism: every rank stores a shard of each block)",
+        ),
+        ("sdpa", {}, False, "path gathered"),
+        ("flash", {"context_parallel": 2, "is_latent": True}, False, "path gathered"),
     ],
 )
-def test_the_decision(backend, options, says):
+def test_the_decision(backend, options, in_place, says):
     access = path_access(backend, **options)
-    assert str(access).startswith(says) and (access.in_place, access.reason == "") == (
-        says == "path in place",
-        "(" not in says,
-    )
+    assert (access.in_place, str(access)) == (in_place, says)
 
 
 @pytest.mark.parametrize(

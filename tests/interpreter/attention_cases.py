@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from psrl.doctor import State, devices
 from psrl.errors import UnsupportedError
 from psrl.runtime.attention import AttentionLayout, attend_layout
-from psrl.runtime.attention.triton import CachedPath, attend_path, backend, launch
-from psrl.runtime.attention.triton.backend import PathGrads
-from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig
+from psrl.runtime.attention.triton import CachedPath, PathGrads, attend_path, backend, launch
+from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config
 from psrl.runtime.attention.triton.path import row_table
 from tests.unit.test_attention import fan, random_forest
 
@@ -175,8 +175,9 @@ def cached(pair, lens, num_layers, layer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_cached_path_in_blocks(is_split, dtype, monkeypatch):
+@pytest.mark.parametrize(("is_split", "has_room"), [(False, False), (True, False), (True, True)],
+                         ids=["whole", "split", "split_pages"])  # fmt: skip
+def test_cached_path_in_blocks(is_split, has_room, dtype, monkeypatch):
     """Bit-equal to dense keys; gradients are added to the accumulators of one layer, and nothing else changes."""
     if is_split:
         monkeypatch.setattr(launch, "MIN_TILES", 1)
@@ -191,17 +192,23 @@ def test_cached_path_in_blocks(is_split, dtype, monkeypatch):
 
     q, k, v = (x.detach() for x in inputs)
     blocks = cached((k[:num_path], v[:num_path]), lens, 3, layer)
-    path = CachedPath.build(*blocks)
+    sizes = None
+    if has_room:  # of pages of 16 tokens
+        blocks = [[torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -n % 16), value=float("nan"))
+                   for x, n in zip(part, lens, strict=True)] for part in blocks]  # fmt: skip
+        sizes = lens
+    path = CachedPath.build(*blocks, sizes)
     totals = [[torch.full(x.shape, 0.5) for x in part] for part in blocks]
     local = [x.clone().requires_grad_() for x in (q, k[num_path:], v[num_path:])]
-    out = attend_path(*local, layout, path, layer, lambda: PathGrads(*map(row_table, totals)))
+    out = attend_path(*local, layout, path, layer, lambda: PathGrads.build(*totals, sizes))
     assert torch.equal(out, dense[0])
     dq, dk, dv = torch.autograd.grad(out, local, grad)
     assert torch.equal(dq, dense[2]) and torch.equal(dk, dense[3][num_path:]) and torch.equal(dv, dense[4][num_path:])
 
     expected = oracle(*inputs, layout, grad)
     for parts, exact in zip(totals, expected[3:], strict=True):
-        whole = torch.cat(parts, dim=1)
+        assert all(bool((x[:, n:] == 0.5).all()) for x, n in zip(parts, lens, strict=True))
+        whole = torch.cat([x[:, :n] for x, n in zip(parts, lens, strict=True)], dim=1)
         assert bool((whole[[0, 2]] == 0.5).all())
         error = float((whole[layer] - 0.5 - exact[:num_path]).norm() / exact[:num_path].norm())
         assert error <= TOLERANCE[dtype]
@@ -234,6 +241,21 @@ def test_path_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             row_table(bad)
+    with pytest.raises(ValueError, match=r"a path has \[4\] tokens in blocks of \[3\]"):
+        row_table([torch.zeros(1, 3, 2, 16)], [4])
+    with pytest.raises(UnsupportedError, match=r"add to float32 accumulators, got torch\.bfloat16"):
+        PathGrads.build(blocks, [x.bfloat16() for x in blocks])
+
+
+def test_the_doctor_tries_the_path_in_place(monkeypatch):
+    monkeypatch.setattr(backend, "kernel_config", kernel_config)
+    monkeypatch.setattr(devices, "ATTENTION_BACKENDS", ("triton",))
+    (finding,) = devices.check_backends()
+    assert finding.state is State.OK and finding.detail.endswith("; path in place")
+    # A kernel that adds to another accumulator is found.
+    monkeypatch.setattr(PathGrads, "build", lambda dk, dv: PathGrads(row_table(dk), row_table(dk)))
+    (finding,) = devices.check_backends()
+    assert finding.state is State.WRONG
 
 
 def test_visited_tiles_are_counted():

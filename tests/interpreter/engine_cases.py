@@ -15,6 +15,9 @@ from tests.helpers import hf_truth, make_checkpoint, make_worker, ppo_loss_fn, r
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import FORESTS, degenerate_rows, step_rows, tree_rows
 from tests.helpers.in_place import gather_path, watched
+from tests.helpers.parallel import Layout
+from tests.helpers.parallel_checks import check
+from tests.helpers.ranks import RankPool
 
 LOSS = ppo_loss_fn(entropy_coeff=0.1)
 LAYERS, HEAD_DIM = 2, 16
@@ -152,3 +155,28 @@ def test_bfloat16_loses_no_more_than_gathered_paths(checkpoint, worker):
     unshared = run_update(worker(None, **options), rows, LOSS, max_tokens=1000, **SINGLE)
     errors = [error(x) for x in (in_place, gathered, unshared)]
     assert errors[0] <= 1.1 * errors[2] and errors[0] <= 1.1 * errors[1], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "forest", "recompute"),
+    [
+        (Layout(tp=2, pp=2), "degenerate", "full"),  # sequence parallelism: micro-batches with padding
+        (Layout(pp=2, vpp=2), "tree", None),
+        (Layout(tp=2, cp=2), "degenerate", None),  # gathers
+    ],
+    ids=["tp-pp-full", "vpp", "tp-cp"],
+)
+def test_layouts(tmp_path, layout, forest, recompute):
+    pool = RankPool(4, tmp_path)
+    options = {"psrl": {"attention_backend": "triton"}, "engine": {"recompute": recompute}, "adam": False}
+    folder = make_checkpoint(tmp_path / "model", "qwen3", layers=4, head_dim=HEAD_DIM)
+    budget = 3 // layout.cp  # of one rank
+    try:
+        results, _ = check(
+            pool, layout, forest=forest, dtype="float32", checkpoint=folder, budgets=(budget,), **options
+        )
+    finally:
+        pool.close()
+    for result in results:
+        assert result.reports[budget].kv_bytes_measured == result.reports[budget].stats.kv_bytes_peak > 0

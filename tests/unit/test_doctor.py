@@ -31,6 +31,7 @@ def test_says_what_runs_here(findings):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
 def test_says_what_needs_a_gpu(findings):
     assert findings["attention backends/sdpa (auto)"]["state"] == "ok"
+    assert findings["attention backends/sdpa (auto)"]["detail"].endswith("; path gathered")
     for backend in ("triton", "flash", "flex"):
         finding = findings[f"attention backends/{backend}"]
         assert (finding["state"], finding["fix"]) == ("absent", "use sdpa"), backend

@@ -7,7 +7,8 @@ from psrl.cache import KVCache
 from psrl.cost import KVFootprint, ModelShape
 from psrl.errors import PlanError
 from psrl.planner import build_plan
-from psrl.types import SampleBatch, Span, Wave
+from psrl.systems import System
+from psrl.types import CachePolicy, SampleBatch, Span, Wave
 
 LAYERS, HEADS, DIM = 2, 1, 3
 SHAPE = ModelShape(LAYERS, 8, 2, HEADS, DIM, 16, 32)
@@ -74,6 +75,45 @@ def test_a_plan_from_first_write_to_last_free(plan):
     assert cache.tier.live_bytes == 0 and cache.tier.peak_bytes == plan.stats.kv_bytes_peak == 12 * kv_bytes
 
 
+def test_a_path_lent_in_place(plan):
+    """The same blocks that ``read`` gathers; what is added to the accumulators is what the tap gives."""
+    cache = KVCache(plan, LAYERS)
+    store(cache, plan)
+    path = cache.path_blocks(2)
+    assert path.sizes == [block.num_tokens for block in plan.blocks] and sum(path.sizes) == 6
+    assert torch.cat(path.k, dim=1)[1, :, 0, 0].tolist() == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
+    assert all(torch.equal(v, -k) for k, v in zip(path.k, path.v, strict=True))
+
+    live = cache.tier.live_bytes
+    for micro_batch in (2, 3):
+        for layer in range(LAYERS):
+            grads = cache.path_grads(micro_batch)
+            for dk, dv in zip(grads.k, grads.v, strict=True):
+                dk[layer] += 1 + layer
+                dv[layer] += 2
+            assert cache.end_layer(micro_batch, backward=True) == (layer == LAYERS - 1)
+        assert cache.tier.live_bytes == (live * 2 if micro_batch == 2 else live * 2 - live * path.sizes[1] // 6)
+    assert [cache.own_grads(1, layer).k.unique().tolist() for layer in range(LAYERS)] == [[2.0], [4.0]]
+    assert cache.own_grads(1, 0).v.unique().tolist() == [4.0]
+
+
+def test_a_lent_path_has_room_and_sizes():
+    """Pages of four tokens: rows behind the last token of a block are no part of the path."""
+    batch = SampleBatch.from_lists([range(1, 11), [1, 2, 3, 4, 5, 6, 11]], [[0] + [1] * 9, [0] + [1] * 6])
+    footprint = KVFootprint.of_layers(LAYERS, HEADS, DIM, 4)
+    paged = System("pages of four", "a test", cache=CachePolicy(page_tokens=4))
+    plan = build_plan(batch, max_tokens=4, shape=SHAPE, footprint=footprint, system=paged)
+    cache = KVCache(plan, LAYERS)
+    (reader, *_) = [mb.index for mb in plan.micro_batches if not mb.is_spine and len(mb.path_blocks) == 2]
+    for micro_batch in plan.waves[0].pass1:
+        for layer in range(LAYERS):
+            cache.write(micro_batch, layer, *rows(plan, micro_batch))
+        finish(cache, micro_batch, backward=False)
+    path, grads = cache.path_blocks(reader), cache.path_grads(reader)
+    assert path.sizes == grads.sizes == [4, 2]
+    assert [x.shape for x in (*path.k, *grads.v)] == [(LAYERS, 4, HEADS, DIM)] * 4
+
+
 def test_accumulators_are_wider_than_half_precision(plan):
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         cache = KVCache(plan, 1)
@@ -84,6 +124,7 @@ def test_accumulators_are_wider_than_half_precision(plan):
         cache.add_grads(2, 0, tiny + 1, tiny)
         cache.end_layer(2, backward=True)
         cache.add_grads(3, 0, tiny, tiny)
+        assert {x.dtype for x in (*cache.path_grads(3).k, *cache.path_grads(3).v)} == {wide}
         total = cache.own_grads(1, 0).k
         assert total.dtype == wide
         assert total[0, 0, 0].item() == pytest.approx(float(tiny[0, 0, 0] + 1) + float(tiny[0, 0, 0]), abs=1e-7)

@@ -12,21 +12,23 @@ class PathAccess(NamedTuple):
     """Decided once for a model, before anything runs."""
 
     in_place: bool
-    reason: str = ""
-    """Why a backend that could read in place does not; empty otherwise."""
+    detail: str = ""
+    """Why a backend that could read in place does not, or when."""
 
     def __str__(self) -> str:
-        if self.in_place:
-            return "path in place"
-        return f"path gathered ({self.reason})" if self.reason else "path gathered"
+        how = "path in place" if self.in_place else "path gathered"
+        return f"{how} ({self.detail})" if self.detail else how
 
 
-def path_access(backend: str, *, context_parallel: int = 1, is_latent: bool = False) -> PathAccess:
+def path_access(
+    backend: str, *, context_parallel: int = 1, is_latent: bool = False, has_host_tier: bool = False
+) -> PathAccess:
     """
     Args:
         backend: as ``resolve_backend`` returns it.
         context_parallel: ranks that share a micro-batch.
         is_latent: the cache holds latents (multi-head latent attention).
+        has_host_tier: plans may move layers of blocks to the host; those plans gather.
     """
     if backend not in IN_PLACE_BACKENDS:
         return PathAccess(False)
@@ -34,4 +36,4 @@ def path_access(backend: str, *, context_parallel: int = 1, is_latent: bool = Fa
         return PathAccess(False, "context parallelism: every rank stores a shard of each block")
     if is_latent:
         return PathAccess(False, "latent attention: keys are made of the path's latents in every layer")
-    return PathAccess(True)
+    return PathAccess(True, "gathered in mini-batches that use the host tier" if has_host_tier else "")

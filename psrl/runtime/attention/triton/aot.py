@@ -110,7 +110,7 @@ def sample_launches(
     if path_lens:
         k_blocks, v_blocks = ([torch.empty(2, n, *x.shape[1:], dtype=dtype) for n in path_lens] for x in (k, v))
         path = CachedPath.build(k_blocks, v_blocks)
-        grads = PathGrads.build(*([x.float() for x in blocks] for blocks in (k_blocks, v_blocks)))
+        grads = PathGrads.build([x.float() for x in k_blocks], [x.float() for x in v_blocks])
     lse = torch.empty(num_heads, num_tokens)
     config, scale, keys = kernel_config(head_dim, v_head_dim, dtype, capability // 10), head_dim**-0.5, Keys(k, v, path)
     inputs = Backward(q, keys, out, lse, lse, layout, scale, config)
