@@ -54,11 +54,11 @@ class Run:
         return found
 
 
-def replay(files: Sequence[Path], options: Sequence[str]) -> dict[str, Any]:
-    """Run ``psrl replay --sharing both``; returns its JSON record. Exits where the run fails or the sides differ."""
+def replay(files: Sequence[Path], options: Sequence[str], sharing: str = "both") -> dict[str, Any]:
+    """Run ``psrl replay``; returns its JSON record. Exits where the run fails or the sides differ."""
     with tempfile.TemporaryDirectory(prefix="psrl_bench_") as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "psrl.cli.main", "replay", *map(str, files), "--sharing", "both"]
+        command = [sys.executable, "-m", "psrl.cli.main", "replay", *map(str, files), "--sharing", sharing]
         outcome = subprocess.run([*command, *options, "--json", str(result)], stdout=subprocess.PIPE, text=True)
         if outcome.returncode:
             sys.exit(f"{outcome.stdout}\n{' '.join(command)} failed with exit code {outcome.returncode}")

@@ -59,6 +59,13 @@ MiniBatch = Annotated[int | None, _option(_RUN, "Samples of a mini-batch; all of
 Steps = Annotated[int, _option(_RUN, "Update steps over all samples.")]
 Repeat = Annotated[int, _option(_RUN, "Times to run each phase, sides in turn; seconds are medians.")]
 Attention = Annotated[str, _option(_RUN, "Attention backend.", ATTENTION_BACKENDS)]
+UnsharedAttention = Annotated[
+    str | None,
+    _option(
+        _RUN, "Attention backend of the side without sharing; --attention if not given. TransformerEngine has its own.",
+        ATTENTION_BACKENDS,
+    ),
+]  # fmt: skip
 Recompute = Annotated[str, _option(_RUN, "Activation recompute.", RECOMPUTE)]
 KVCacheBytes = Annotated[int | None, _option(_RUN, "Most bytes of cached K/V and their gradients; no limit on a CPU.")]
 Seed = Annotated[int, _option(_RUN, "Seed of the random model and of the workers.")]
@@ -114,6 +121,7 @@ def replay(
     steps: Steps = 1,
     repeat: Repeat = 1,
     attention: Attention = "auto",
+    unshared_attention: UnsharedAttention = None,
     recompute: Recompute = "none",
     kv_cache_bytes: KVCacheBytes = None,
     seed: Seed = 42,
@@ -142,6 +150,7 @@ def replay(
         files=tuple(files), model=model, tiny=TinyModel(hidden, layers, heads, kv_heads),
         parallel=Parallel(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp), dtype=dtype, sharing=sharing,
         system=system, max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
+        unshared_attention=unshared_attention,
         recompute=recompute, kv_cache_bytes=kv_cache_bytes, seed=seed, tolerance=tolerance, loss=loss,
         loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff,
         kl_coef=kl_coef, temperature=temperature, lr=lr, limit=limit, tokenizer=tokenizer, mode=mode, dump=dump,

@@ -94,6 +94,8 @@ class ReplayOptions:
     cannot split."""
     dtype: str = "float32"
     attention: str = "auto"
+    unshared_attention: str | None = None
+    """Of the side without sharing, where its layers are not TransformerEngine's. None: ``attention``."""
     recompute: str = "none"
     kv_cache_bytes: int | None = None
     loss: str = "vanilla"
@@ -123,6 +125,8 @@ class ReplayOptions:
             ("recompute", RECOMPUTE), ("loss", LOSSES), ("mode", MODES),
         ):  # fmt: skip
             _one_of(_flag(name), getattr(self, name), choices)
+        if self.unshared_attention is not None:
+            _one_of("--unshared-attention", self.unshared_attention, ATTENTION_BACKENDS)
         if self.loss_agg_mode is not None:
             _one_of("--loss-agg-mode", self.loss_agg_mode, LOSS_AGG_MODES)
         for name in (
@@ -151,6 +155,10 @@ class ReplayOptions:
     @property
     def shares(self) -> bool:
         return self.sharing in ("on", "both")
+
+    def attention_of(self, *, shares: bool) -> str:
+        """Attention backend of a side."""
+        return self.attention if shares else self.unshared_attention or self.attention
 
     def for_report(self) -> dict[str, object]:
         """The options as JSON values."""

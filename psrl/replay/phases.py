@@ -43,6 +43,8 @@ class PhaseRun:
     """Of every repeat; of an update, of every step of every repeat."""
     planning_seconds: float = 0.0
     """Over all of them."""
+    peak_bytes: list[int] = field(default_factory=list)
+    """Memory of the GPU that each of them needed beside weights, gradients and optimizer; empty without a GPU."""
     first: Observation = field(default_factory=Observation)
     """Of the first repeat (and step); its calls of the worker are added up."""
     outputs_M: dict[str, Tensor] = field(default_factory=dict)
@@ -295,10 +297,14 @@ def _placed(samples: Sequence[ReplaySample], seen: Observation, mini_batch: int 
 def _record(run: PhaseRun, seen: Observation, seconds: Seconds) -> None:
     run.seconds.append(seconds)
     run.planning_seconds += sum(report.planning_seconds for report in seen.reports)
+    if seen.peak_bytes is not None:
+        run.peak_bytes.append(seen.peak_bytes)
 
 
 def _add(whole: Observation, seen: Observation) -> None:
     whole.reports += seen.reports
     whole.forwards += seen.forwards
+    if seen.peak_bytes is not None:
+        whole.peak_bytes = max(seen.peak_bytes, whole.peak_bytes or 0)
     if whole.gradients is None:
         whole.gradients = seen.gradients

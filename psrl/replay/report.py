@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console, Group
 from rich.table import Table
 
 from psrl import __version__
 from psrl.data import ReplaySample
+from psrl.integrations.megatron.local_spec import uses_transformer_engine
 from psrl.replay.compare import Difference
 from psrl.replay.options import ReplayOptions
 from psrl.replay.phases import PHASES, UPDATE, PhaseRun
@@ -34,7 +37,7 @@ def make_record(
 
     ``kv_bytes_peak`` is measured, ``kv_bytes_predicted`` is the plan's; None without sharing, as is all that needs a
     plan. Seconds are medians over repeats, of one pass over all samples; ``cpu_seconds`` count this process's
-    processor time.
+    processor time. ``peak_bytes`` are of the GPU's memory, beside weights, gradients and optimizer; None without one.
     """
     num_tokens = sum(sample.num_tokens for sample in samples)
     phases = {phase: _phase_record(runs[phase], num_tokens) for phase in PHASES}
@@ -45,6 +48,8 @@ def make_record(
     return {
         "psrl_version": __version__,
         "options": options.for_report(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "layers": "TransformerEngine" if uses_transformer_engine() else "PyTorch",
         "vocab_size": vocab_size,
         "samples": len(samples),
         "targets": sum(sample.num_targets for sample in samples),
@@ -74,13 +79,14 @@ def _phase_record(run: Mapping[str, PhaseRun], num_tokens: int) -> dict[str, Any
 
 def _timing(run: PhaseRun | None, num_tokens: int) -> dict[str, Any]:
     if run is None:
-        return dict.fromkeys(("seconds", "cpu_seconds", "tokens_per_second", "all_seconds", "forwards"))
+        return dict.fromkeys(("seconds", "cpu_seconds", "tokens_per_second", "all_seconds", "forwards", "peak_bytes"))
     return {
         "seconds": run.median.wall,
         "cpu_seconds": run.median.cpu,
         "tokens_per_second": num_tokens / run.median.wall,
         "all_seconds": [seconds.wall for seconds in run.seconds],
         "forwards": run.first.forwards,
+        "peak_bytes": statistics.median(run.peak_bytes) if run.peak_bytes else None,
     }
 
 

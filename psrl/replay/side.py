@@ -13,7 +13,7 @@ from psrl.config import PSRLConfig
 from psrl.integrations.verl.actor_loss import make_actor_loss
 from psrl.integrations.verl.export import full_grads
 from psrl.integrations.verl.worker import build_training_worker
-from psrl.replay.clock import Seconds, now
+from psrl.replay.clock import PeakMemory, Seconds, now
 from psrl.replay.model import ReplayModel
 from psrl.replay.options import ReplayOptions
 
@@ -32,6 +32,8 @@ class Observation:
     """Of the first mini-batch, where asked for: unscaled, before clipping, by Hugging Face name."""
     excluded: Seconds = field(default_factory=Seconds)
     """Time of the call that went into observing it."""
+    peak_bytes: int | None = None
+    """Memory of the GPU that the call needed beside what was there; None without a GPU."""
 
 
 @dataclass
@@ -59,7 +61,7 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
         max_tokens=max_tokens,
         infer_max_tokens=max_tokens,
         kv_cache_bytes=options.kv_cache_bytes,
-        attention_backend=options.attention,
+        attention_backend=options.attention_of(shares=name != UNSHARED),
     )
 
     parallel = options.parallel
@@ -109,7 +111,7 @@ def observed(
         with_gradients: export the first mini-batch's gradient, between its backward and the optimizer step.
         on_micro_batch: called with the number of forwards so far.
     """
-    engine, seen = worker.engine, Observation()
+    engine, seen, memory = worker.engine, Observation(), PeakMemory()
     run_batch, optimizer_step = engine.forward_backward_batch, engine.optimizer_step
 
     def counted(*_: Any) -> None:
@@ -126,7 +128,9 @@ def observed(
     def exported(*args: Any, **kwargs: Any) -> Any:
         if with_gradients and seen.gradients is None:
             start = now()
+            memory.pause()
             seen.gradients = {name: grad.cpu() for name, grad in full_grads(engine).items()}
+            memory.resume()
             seen.excluded = seen.excluded.plus(now().minus(start))
         return optimizer_step(*args, **kwargs)
 
@@ -134,6 +138,7 @@ def observed(
     engine.forward_backward_batch, engine.optimizer_step = reported, exported
     try:
         yield seen
+        seen.peak_bytes = memory.stop()
     finally:
         hook.remove()
         del engine.forward_backward_batch, engine.optimizer_step

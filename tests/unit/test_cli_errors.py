@@ -315,5 +315,5 @@ def test_public_options_are_these():
         "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--layers", "--limit", "--loss", "--loss-agg-mode",
         "--loss-scale-factor", "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--pp", "--recompute",
         "--repeat", "--seed", "--sharing", "--steps", "--system", "--temperature", "--tokenizer", "--tolerance", "--tp",
-        "--vpp", "files",
+        "--unshared-attention", "--vpp", "files",
     ]  # fmt: skip

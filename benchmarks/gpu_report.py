@@ -1,0 +1,185 @@
+"""The report of a GPU session: which targets were met, tables, and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MIN_ATTENTION_RATE = 0.6
+"""Of flash attention's TFLOP/s on visible pairs."""
+MIN_SHARE_OF_IDEAL = 0.8
+MAX_ERROR_RATIO = 1.1
+PHASES = {"old_log_prob": "old log-prob", "ref": "reference", "update": "update"}
+
+
+def targets_of(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every target that the session measured, with ``value`` and ``is_met``."""
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, value: float, wanted: str, is_met: bool) -> None:
+        found.append({"name": name, "value": value, "wanted": wanted, "is_met": is_met})
+
+    attention, step = (parts.get(name, {}).get("result") for name in ("attention", "step"))
+    for workload, values in (attention or {}).get("workloads", {}).items():
+        row = values["backends"].get("triton", {})
+        for key, label in (("forward_rate", "forward"), ("step_rate", "forward and backward")):
+            if key in row:
+                name = f"triton on {workload}, {label}, of flash-attn's TFLOP/s"
+                add(name, row[key], f">= {MIN_ATTENTION_RATE}", row[key] >= MIN_ATTENTION_RATE)
+    for trace, record in (step or {}).get("runs", {}).items():
+        share = record["update"]["speedup"] / record["update"]["ideal_speedup"]
+        add(f"update of {trace}, of ideal", share, f">= {MIN_SHARE_OF_IDEAL}", share >= MIN_SHARE_OF_IDEAL)
+    for trace, kinds in (step or {}).get("bfloat16_errors", {}).items():
+        for kind, values in kinds.items():
+            name = f"bfloat16 error of {kind} on {trace}, over the unshared one's"
+            add(name, values["ratio"], f"<= {MAX_ERROR_RATIO}", values["ratio"] <= MAX_ERROR_RATIO)
+    return found
+
+
+def write_report(session: Mapping[str, Any], out: Path) -> None:
+    """``report.md`` and its plots in ``out``. What a failed part did not leave is left out, and said."""
+    plots = draw_plots(session["parts"], out)
+    text = ["# GPU session"]
+    if session["is_toy"]:
+        text.append("Toy sizes on the CPU: that the session works, no figures of a GPU.")
+    text += ["## Parts", _parts(session["parts"])]
+    if session["targets"]:
+        text += ["## Targets", _targets(session["targets"])]
+    results = {name: part["result"] for name, part in session["parts"].items() if part["result"] is not None}
+    if "doctor" in results:
+        text += ["## Doctor", _doctor(results["doctor"])]
+    if "attention" in results:
+        text += ["## Attention", f"{results['attention']['device']}, torch {results['attention']['torch']}."]
+        text += [_attention(results["attention"])]
+    if "step" in results:
+        text += ["## Phases", _step_intro(results["step"]), _phases(results["step"]), _errors(results["step"])]
+    text += [f"![{name}]({path.name})" for name, path in plots.items()]
+    (out / "report.md").write_text("\n\n".join(text) + "\n")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _parts(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    def found(name: str, part: Mapping[str, Any]) -> str:
+        if part["failure"]:
+            return f"**failed**: {part['failure']}; see {name}.log and {name}.err"
+        result = part["result"]
+        return f"{result['passed']} passed, {result['skipped']} skipped" if name == "tests" else "done"
+
+    rows = [(name, f"{part['seconds']:.0f}", found(name, part)) for name, part in parts.items()]
+    return _table(("part", "seconds", ""), rows)
+
+
+def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(t["name"], t["wanted"], f"{t['value']:.3f}", "met" if t["is_met"] else "**missed**") for t in targets]
+    return _table(("target", "wanted", "measured", ""), rows)
+
+
+def _doctor(findings: Sequence[Mapping[str, Any]]) -> str:
+    cell = lambda text: str(text).replace("|", "/").replace("\n", " ")  # noqa: E731
+    rows = [[cell(f[key]) for key in ("section", "name", "state", "detail")] for f in findings]
+    return _table(("section", "name", "state", "found"), rows)
+
+
+def _attention(result: Mapping[str, Any]) -> str:
+    columns = ("forward_ms", "forward_tflops", "forward_rate", "step_ms", "step_tflops", "step_rate", "peak_bytes")
+    rows: list[Sequence[Any]] = []
+    for workload, values in result["workloads"].items():
+        for backend, row in values["backends"].items():
+            if "unsupported" in row:
+                rows.append((workload, backend, row["unsupported"], *[""] * (len(columns) - 1)))
+            else:
+                rows.append((workload, backend, *(f"{row[c]:.4g}" if c in row else "-" for c in columns)))
+    return _table(("forest", "backend", *columns), rows)
+
+
+def _step_intro(result: Mapping[str, Any]) -> str:
+    return (
+        f"{result['model']} with random weights on {result['device']}; without sharing {result['unshared_attention']} "
+        "attends. Seconds are medians; MiB are peaks beside weights, gradients and optimizer (on the CPU: unknown)."
+    )
+
+
+def _phases(result: Mapping[str, Any]) -> str:
+    rows = []
+    for trace, record in result["runs"].items():
+        for phase, label in PHASES.items():
+            values = record[phase]
+            peaks = (values["peak_bytes_shared"], values["peak_bytes_unshared"], values["kv_bytes_peak"])
+            rows.append(
+                (
+                    trace, label, f"{values['seconds_shared']:.3f}", f"{values['seconds_unshared']:.3f}",
+                    f"{values['speedup']:.2f}", f"{values['ideal_speedup']:.2f}",
+                    f"{values['speedup'] / values['ideal_speedup']:.2f}",
+                    *("-" if peak is None else f"{peak / 2**20:,.1f}" for peak in peaks),
+                )
+            )  # fmt: skip
+    header = ("trace", "phase", "shared s", "unshared s", "speed-up", "ideal", "share", "shared MiB", "unshared MiB",
+              "cache MiB")  # fmt: skip
+    return _table(header, rows)
+
+
+def _errors(result: Mapping[str, Any]) -> str:
+    rows = [
+        (trace, kind, f"{v['shared']:.2e}", f"{v['unshared']:.2e}", f"{v['ratio']:.3f}")
+        for trace, kinds in result["bfloat16_errors"].items()
+        for kind, v in kinds.items()
+    ]
+    return _table(("trace", "bfloat16 against float32", "shared", "unshared", "ratio"), rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- plots
+def draw_plots(parts: Mapping[str, Mapping[str, Any]], out: Path) -> dict[str, Path]:
+    """PNG files of what the parts left, by title."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    draw: dict[str, tuple[str, Callable[[Any, Any], None]]] = {
+        "attention": ("attention: TFLOP/s on visible pairs, forward and backward", _draw_attention),
+        "step": ("phases: speed-up over veRL's packed path", _draw_step),
+    }
+    files: dict[str, Path] = {}
+    for name, (title, function) in draw.items():
+        result = parts.get(name, {}).get("result")
+        if result is None:
+            continue
+        figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+        function(axes, result)
+        axes.set_title(title, fontsize=10)
+        files[title] = out / f"{name}.png"
+        figure.savefig(files[title], dpi=120, metadata={"Software": None})
+        plt.close(figure)
+    return files
+
+
+def _draw_attention(axes: Any, result: Mapping[str, Any]) -> None:
+    workloads = result["workloads"]
+    backends = list(next(iter(workloads.values()))["backends"])
+    width = 0.8 / len(backends)
+    for number, backend in enumerate(backends):
+        rates = [values["backends"][backend].get("step_tflops", 0.0) for values in workloads.values()]
+        axes.bar([i + number * width for i in range(len(workloads))], rates, width, label=backend)
+    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(workloads))], list(workloads))
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize=8)
+
+
+def _draw_step(axes: Any, result: Mapping[str, Any]) -> None:
+    bars = [
+        (f"{trace}\n{label}", record[phase]["speedup"], record[phase]["ideal_speedup"])
+        for trace, record in result["runs"].items()
+        for phase, label in PHASES.items()
+    ]
+    names, speedups, ideals = zip(*bars, strict=True)
+    axes.bar(range(len(bars)), ideals, 0.8, color="lightgrey", label="ideal (FLOPs)")
+    axes.bar(range(len(bars)), speedups, 0.5, label="measured")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xticks(range(len(bars)), names, fontsize=7)
+    axes.set_ylabel("speed-up")
+    axes.legend(fontsize=8)
