@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,23 @@ class Run:
         return found
 
 
-def replay(files: Sequence[Path], options: Sequence[str], sharing: str = "both") -> dict[str, Any]:
-    """Run ``psrl replay``; returns its JSON record. Exits where the run fails or the sides differ."""
+def replay(
+    files: Sequence[Path],
+    options: Sequence[str],
+    sharing: str = "both",
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run ``psrl replay``; returns its JSON record. Exits where the run fails or the sides differ.
+
+    Args:
+        variables: further ones of the environment.
+    """
     with tempfile.TemporaryDirectory(prefix="psrl_bench_") as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "psrl.cli.main", "replay", *map(str, files), "--sharing", sharing]
-        outcome = subprocess.run([*command, *options, "--json", str(result)], stdout=subprocess.PIPE, text=True)
+        command += [*options, "--json", str(result)]
+        environment = {**os.environ, **(variables or {})}
+        outcome = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if outcome.returncode:
             sys.exit(f"{outcome.stdout}\n{' '.join(command)} failed with exit code {outcome.returncode}")
         return json.loads(result.read_text())

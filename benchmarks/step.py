@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from replay import PHASES, Run, markdown, replay
 
@@ -31,6 +32,8 @@ MODELS = {TINY.name: TINY} | {name: NAMED_MODELS[name] for name in NAMED_MODELS 
 MAX_ERROR_RATIO = 1.1
 """Most that the error of bfloat16 may grow by sharing."""
 TRANSFORMER_ENGINE = "TransformerEngine"
+EXACT_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+"""TransformerEngine multiplies float32 matrices as TF32 otherwise."""
 ERRORS = {"log_probs": "log-probs", "entropy": "entropies", "gradients": "gradients"}
 
 
@@ -53,7 +56,8 @@ def write_model(sizes: ModelSizes, seed: int, folder: Path) -> None:
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = transformers.Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def generate_traces(num_games: int, folder: Path) -> Path:
@@ -86,7 +90,7 @@ def bfloat16_errors(trace: Path, options: Sequence[str], scratch: Path) -> dict[
     ):  # fmt: skip
         scratch.mkdir(exist_ok=True)
         dumps[name] = scratch / name
-        replay([trace], [*options, "--dtype", dtype, "--dump", str(dumps[name])], sharing)
+        replay([trace], [*options, "--dtype", dtype, "--dump", str(dumps[name])], sharing, EXACT_FLOAT32)
     return {kind: _errors(dumps, kind) for kind in ERRORS}
 
 
