@@ -43,6 +43,8 @@ class PhaseRun:
     """Of every repeat; of an update, of every step of every repeat."""
     planning_seconds: float = 0.0
     """Over all of them."""
+    planning_wait_seconds: float = 0.0
+    """Of these, those in which no pass ran."""
     peak_bytes: list[int] = field(default_factory=list)
     """Memory of the GPU that each of them needed beside weights, gradients and optimizer; empty without a GPU."""
     first: Observation = field(default_factory=Observation)
@@ -297,6 +299,7 @@ def _placed(samples: Sequence[ReplaySample], seen: Observation, mini_batch: int 
 def _record(run: PhaseRun, seen: Observation, seconds: Seconds) -> None:
     run.seconds.append(seconds)
     run.planning_seconds += sum(report.planning_seconds for report in seen.reports)
+    run.planning_wait_seconds += sum(report.planning_wait_seconds for report in seen.reports)
     if seen.peak_bytes is not None:
         run.peak_bytes.append(seen.peak_bytes)
 

@@ -94,14 +94,15 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
     """What only a side that shares knows."""
     if run is None:
         return dict.fromkeys(
-            ("ideal_speedup", "planning_seconds", "planning_share", "unique_tokens", "spine_tokens", "micro_batches",
-             "waves", "kv_bytes_peak", "kv_bytes_predicted")
+            ("ideal_speedup", "planning_seconds", "planning_wait_seconds", "planning_share", "unique_tokens",
+             "spine_tokens", "micro_batches", "waves", "kv_bytes_peak", "kv_bytes_predicted")
         )  # fmt: skip
     reports = run.first.reports
     stats = [report.stats for report in reports]
     return {
         "ideal_speedup": sum(s.flops_unshared for s in stats) / sum(s.flops_shared for s in stats),
         "planning_seconds": run.planning_seconds / len(run.seconds),
+        "planning_wait_seconds": run.planning_wait_seconds / len(run.seconds),
         "planning_share": run.planning_seconds / sum(seconds.wall for seconds in run.seconds),
         "unique_tokens": sum(s.unique_tokens for s in stats),
         "spine_tokens": sum(s.spine_tokens for s in stats),

@@ -14,8 +14,8 @@ from psrl.integrations.verl.observability import (
 def record(tokens: int, unique: int, **values: float) -> PassRecord:
     fields = {
         "num_samples": 2, "spine_tokens": 1, "kv_bytes_peak": 10, "flops_unshared": 4.0 * tokens,
-        "flops_shared": 4.0 * unique, "planning_seconds": 0.1, "seconds": 1.0, "cpu_seconds": 0.5,
-        "max_log_ratio": None,
+        "flops_shared": 4.0 * unique, "planning_seconds": 0.1, "planning_wait_seconds": 0.02, "seconds": 1.0,
+        "cpu_seconds": 0.5, "max_log_ratio": None,
     }  # fmt: skip
     return PassRecord(num_tokens=tokens, unique_tokens=unique, **{**fields, **values})
 
@@ -34,6 +34,7 @@ def test_a_phase_over_ranks_and_mini_batches():
         "psrl/update/prefix_match_rate": pytest.approx(0.8),
         "psrl/update/kv_bytes_peak": 30.0,
         "psrl/update/planning_seconds": pytest.approx(0.2),
+        "psrl/update/planning_wait_seconds": pytest.approx(0.04),
         "psrl/update/seconds": 2.0,
         "psrl/update/cpu_seconds": 1.0,
         "psrl/update/ideal_speedup": pytest.approx(5.0),
@@ -49,6 +50,7 @@ def test_a_phase_over_ranks_and_mini_batches():
         "psrl/first_log_ratio": 3e-7,
         "psrl/kv_bytes_peak": 99.0,
         "psrl/planning_seconds": pytest.approx(0.3),
+        "psrl/planning_wait_seconds": pytest.approx(0.06),
     }
 
 

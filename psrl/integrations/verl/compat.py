@@ -91,6 +91,20 @@ def tied_embeddings_on_the_last_stage() -> None:
     base._get_hf_shared_weight_keys = Qwen2Bridge._get_hf_shared_weight_keys
 
 
+@HOOKS.add(
+    cause="an update cuts its mini-batches out one by one, so that none can be planned while the one before it runs",
+    upstream="verl/utils/tensordict_utils.py:559 (make_iterator), verl/workers/engine_workers.py:273",
+    remove_when="train_mini_batch shows its engine the mini-batches ahead",
+)
+def mini_batches_are_planned_ahead() -> None:
+    from verl.utils import tensordict_utils
+
+    from psrl.integrations.verl.batch_plans import planned_ahead
+
+    upstream = tensordict_utils.make_iterator
+    tensordict_utils.make_iterator = lambda *args, **kwargs: planned_ahead(upstream(*args, **kwargs))
+
+
 _NOISY_WARNINGS = (DeprecationWarning, FutureWarning, UserWarning)
 
 

@@ -6,7 +6,10 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,10 +34,10 @@ from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import cached_values, model_shape
+from psrl.integrations.verl.batch_plans import BatchPlans, training
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
-from psrl.integrations.verl.routes import take_routes
 from psrl.integrations.verl.support import check_supported
 from psrl.planner import build_plan
 from psrl.runtime.attention import PathAccess, path_access, resolve_backend
@@ -60,6 +63,9 @@ class PrefixSharingMixin(_Engine):
     bridge: Any
     provider: Any
     last_report: BatchReport | None = None
+    _expected: tuple[TensorDict, Future[BatchPlans | None]] | None = None
+    _plan_kinds: tuple[bool, ...] = ()
+    """``forward_only`` of the plans that the last update asked for."""
     chunk_layers: tuple[int, ...] = ()
     """Attention layers of each model chunk of this rank."""
     _output_layer: PostponedOutputLayer | None = None
@@ -114,13 +120,39 @@ class PrefixSharingMixin(_Engine):
         if not self.psrl_config.enable:
             # Upstream's own infer_batch passes None here (base.py).
             return super().forward_backward_batch(data, loss_function, forward_only)  # pyright: ignore[reportArgumentType]
-        data, routes = take_routes(data, self.engine_config.router_replay.mode, forward_only=forward_only)
-        data = data.to(get_device_id())
+        start = time.perf_counter()
+        plans = self._plans_of(data, forward_only)
+        waited = time.perf_counter() - start
+        data = plans.data.to(get_device_id())
         self._assign_normalizers(data)
-        run = MiniBatchRun(self, data, loss_function, routes, forward_only=forward_only)
+        run = MiniBatchRun(self, data, loss_function, plans, waited)
         output = run.forward() if forward_only else run.update()
         self.last_report = run.report()
+        if not forward_only:
+            self._plan_kinds = tuple(plans.asked)
         return output
+
+    @contextlib.contextmanager
+    def train_mode(self, **kwargs: Any) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As upstream; the mini-batches of ``train_mini_batch`` are planned ahead meanwhile."""
+        with super().train_mode(**kwargs), training(self) if self.psrl_config.enable else contextlib.nullcontext():
+            yield
+
+    def expect_plans(self, data: TensorDict, plans: Future[BatchPlans | None]) -> None:
+        """``data`` is the next mini-batch to run, and ``plans`` are being made."""
+        self._expected = (data, plans)
+
+    def plan_update(self, data: TensorDict) -> BatchPlans:
+        """Plans of a mini-batch whose turn has not come. In a thread of its own."""
+        plans = BatchPlans(self, data, forward_only=False)
+        plans.prepare(self._plan_kinds or ((True, False) if self.needs_router_loads else (False,)))
+        return plans
+
+    def _plans_of(self, data: TensorDict, forward_only: bool) -> BatchPlans:
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] is data and (plans := expected[1].result()) is not None:
+            return plans
+        return BatchPlans(self, data, forward_only=forward_only)
 
     def _assign_normalizers(self, data: TensorDict) -> None:
         """Global normalisers of the loss, as upstream's ``forward_backward_batch`` sets them."""
@@ -135,33 +167,38 @@ class PrefixSharingMixin(_Engine):
         )
 
     def build_plan(
-        self, data: TensorDict, samples: SampleBatch, tree: PrefixTree, *, forward_only: bool
+        self, samples: SampleBatch, tree: PrefixTree, max_tokens: int, budget: int | None, *, forward_only: bool
     ) -> ExecutionPlan:
         """Plan a mini-batch. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
 
-        Collective over the ranks that share it where the cache has a budget.
+        Args:
+            budget: most bytes of this rank's cache; a stage without layers plans as if it had one.
         """
         config = self.tf_config
         shape = model_shape(config, 1 if self.is_value_model else self.model_config.hf_config.vocab_size)
-        num_layers = max(1, sum(self.chunk_layers))  # a stage without layers plans as if it had one
         footprint = KVFootprint.of_values(
-            num_layers * cached_values(config, mpu.get_tensor_model_parallel_world_size()),
+            self._planned_layers * cached_values(config, mpu.get_tensor_model_parallel_world_size()),
             self.param_dtype.itemsize,
-            agreed_budget(self._kv_budget(), num_layers, torch.device(get_device_id())),
+            budget,
             mpu.get_context_parallel_world_size(),
         )
-        plan = build_plan(
+        return build_plan(
             samples,
-            max_tokens=self.max_tokens(data, forward_only),
+            max_tokens=max_tokens,
             shape=shape,
             footprint=footprint,
             forward_only=forward_only,
             tree=tree,
             system=self.sharing_system,
         )
-        if not any(self.chunk_layers):
-            plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0))
-        return plan
+
+    def cache_budget(self) -> int | None:
+        """Bytes that this rank's cache may take from now on; None: no limit. Collective over ranks that share plans."""
+        return agreed_budget(self._kv_budget(), self._planned_layers, torch.device(get_device_id()))
+
+    @property
+    def _planned_layers(self) -> int:
+        return max(1, sum(self.chunk_layers))
 
     @cached_property
     def path_access(self) -> PathAccess:
@@ -208,10 +245,11 @@ class PrefixSharingMixin(_Engine):
 
     def max_tokens(self, data: TensorDict, forward_only: bool) -> int:
         """Of a micro-batch; budgets are of one rank, as upstream's are."""
-        name = "infer_max_tokens" if forward_only else "max_tokens"
+        name, engine = "infer_max_tokens" if forward_only else "max_tokens", self.engine_config
         budget = getattr(self.psrl_config, name)
-        if budget is None and tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
-            budget = tu.get_non_tensor_data(data, key="max_token_len_per_gpu", default=None)
+        # What an update's batch does not say, upstream takes from the engine (engine_workers.py, train_batch).
+        if budget is None and tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=engine.use_dynamic_bsz):
+            budget = tu.get_non_tensor_data(data, key="max_token_len_per_gpu", default=engine.max_token_len_per_gpu)
         if budget is None:
             raise ConfigError(f"psrl.{name} is needed: the engine gives no token budget (use_dynamic_bsz=false)")
         return int(budget) * mpu.get_context_parallel_world_size()

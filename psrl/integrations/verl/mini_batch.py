@@ -18,15 +18,15 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from psrl.integrations.megatron.passes import replica_groups, run_plan, shared_plan_group
-from psrl.integrations.verl.batch import RowSelector, samples_from_tensordict
+from psrl.integrations.verl.batch import RowSelector
+from psrl.integrations.verl.batch_plans import BatchPlans
 from psrl.integrations.verl.loss_scope import log_extra_forward, resolve_loss_scope
-from psrl.integrations.verl.routes import FIELD, RouteTask, replayed_routes, sample_experts
-from psrl.routes import share_last_tokens, unique_experts, with_routes
+from psrl.integrations.verl.routes import FIELD, sample_experts
+from psrl.routes import unique_experts
 from psrl.runtime.loss import LossLedger
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.routing import RouterLoads
 from psrl.runtime.session import BoundMicroBatch, RouterSamples
-from psrl.tree import PrefixTree, build_tree
 from psrl.types import ExecutionPlan, IntArray, PlanStats
 
 if TYPE_CHECKING:
@@ -44,29 +44,36 @@ class BatchReport:
     stats: PlanStats
     kv_bytes_measured: int
     planning_seconds: float
+    """Of planning, whether a pass waited for it or another one ran meanwhile."""
+    planning_wait_seconds: float
+    """What was waited for."""
     seconds: float
 
 
 class MiniBatchRun:
-    """Plans and runs one mini-batch. Use once: ``forward`` or ``update``, then ``report``."""
+    """Runs one mini-batch. Use once: ``forward`` or ``update``, then ``report``."""
 
     def __init__(
         self,
         engine: PrefixSharingMixin,
         data: TensorDict,
         loss_function: LossFunction | None,
-        routes: RouteTask,
-        *,
-        forward_only: bool,
+        plans: BatchPlans,
+        waited: float,
     ) -> None:
-        self._start = time.perf_counter()
+        """
+        Args:
+            data: on the device.
+            plans: of the same rows.
+            waited: seconds, for ``plans``.
+        """
+        self._start = time.perf_counter() - waited
+        self._planning_wait_seconds = waited
         self._engine, self._loss_function = engine, loss_function
+        self._plans, self._samples, self._tree = plans, plans.samples, plans.tree
         self._rows = RowSelector(data)
-        self._samples = samples_from_tensordict(data)
-        self._route_task = routes
         self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
-        self._planning_seconds = self._join_routes() + self._join_labels(forward_only)
         self._kv_bytes_measured = 0
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
@@ -79,7 +86,7 @@ class MiniBatchRun:
         if self._loss_function is not None and _has_outputs():
             loss = float(self._evaluate(None, ledger.sample_outputs()))
         output = self._output(ledger, loss)
-        if self._route_task.is_recording:
+        if self._plans.route_task.is_recording:
             experts = self._recorded_experts()
             if output:
                 output["model_output"][FIELD] = experts
@@ -128,7 +135,8 @@ class MiniBatchRun:
         return BatchReport(
             stats=self._plan.stats,
             kv_bytes_measured=self._kv_bytes_measured,
-            planning_seconds=self._planning_seconds,
+            planning_seconds=self._plans.seconds,
+            planning_wait_seconds=self._planning_wait_seconds,
             seconds=time.perf_counter() - self._start,
         )
 
@@ -170,35 +178,17 @@ class MiniBatchRun:
         return RouterSamples(token_counts_U, self._samples.num_tokens, self._loads, is_counting=plan.forward_only)
 
     # --------------------------------------------------------------------------------------------------- routes
-    def _join_routes(self) -> float:
-        """Make replayed routes part of the samples' prefixes. Returns the seconds it took."""
-        start = time.perf_counter()
-        self._routes = replayed_routes(self._route_task, self._rows.data, self._samples, self._engine.tf_config)
-        if self._routes is None:
-            return 0.0
-        if not self._engine.has_router_statistics:
-            self._routes = share_last_tokens(self._samples, self._routes)
-        self._samples = with_routes(self._samples, self._routes)
-        return time.perf_counter() - start
-
-    def _join_labels(self, forward_only: bool) -> float:
-        """Make what the engine's system tells apart part of the samples' prefixes. Returns the seconds it took."""
-        start = time.perf_counter()
-        max_tokens = self._engine.max_tokens(self._rows.data, forward_only)
-        self._samples = self._engine.sharing_system.prepare(self._samples, max_tokens)
-        return time.perf_counter() - start
-
     @cached_property
     def _token_routes(self) -> TokenRoutes | None:
         """For all plans of the mini-batch: they have the same unique tokens."""
         layers, device = self._engine.expert_layers, torch.device(get_device_id())
-        if self._route_task.is_recording:
+        if self._plans.route_task.is_recording:
             return TokenRoutes.recording(
                 (self._tree.num_tokens, self._engine.tf_config.moe_router_topk), layers, device
             )
-        if self._routes is None:
+        if self._plans.routes is None:
             return None
-        return TokenRoutes.replaying(unique_experts(self._routes, self._tree), layers, device)
+        return TokenRoutes.replaying(unique_experts(self._plans.routes, self._tree), layers, device)
 
     def _recorded_experts(self) -> Tensor:
         """Collective over the ranks of the replica."""
@@ -207,15 +197,10 @@ class MiniBatchRun:
         return sample_experts(experts_ULK, self._tree.index_N, self._samples.cu_seqlens)
 
     # ----------------------------------------------------------------------------------------------------- plans
-    @cached_property
-    def _tree(self) -> PrefixTree:
-        """Of the mini-batch, for all of its plans."""
-        return build_tree(self._samples)
-
     def _build_plan(self, *, forward_only: bool) -> ExecutionPlan:
-        start = time.perf_counter()
-        self._plan = self._engine.build_plan(self._rows.data, self._samples, self._tree, forward_only=forward_only)
-        self._planning_seconds += time.perf_counter() - start
+        before = self._plans.seconds
+        self._plan = self._plans.plan(forward_only=forward_only)
+        self._planning_wait_seconds += self._plans.seconds - before
         return self._plan
 
     def _new_ledger(self, plan: ExecutionPlan) -> LossLedger:

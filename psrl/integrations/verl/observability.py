@@ -32,6 +32,8 @@ class PassRecord:
     flops_unshared: float
     flops_shared: float
     planning_seconds: float
+    planning_wait_seconds: float
+    """Of them, those in which no pass ran."""
     seconds: float
     cpu_seconds: float
     """Processor time of the rank's process, all its threads."""
@@ -64,7 +66,7 @@ class EngineProbe:
         report = self._engine.last_report if self._engine.psrl_config.enable else None
         if report is None:
             num_tokens = data["input_ids"].values().shape[0]
-            return PassRecord(len(data), num_tokens, num_tokens, 0, 0, 0.0, 0.0, 0.0, seconds, cpu_seconds, ratio)
+            return PassRecord(len(data), num_tokens, num_tokens, 0, 0, 0.0, 0.0, 0.0, 0.0, seconds, cpu_seconds, ratio)
         stats = report.stats
         return PassRecord(
             num_samples=stats.num_samples,
@@ -75,6 +77,7 @@ class EngineProbe:
             flops_unshared=stats.flops_unshared,
             flops_shared=stats.flops_shared,
             planning_seconds=report.planning_seconds,
+            planning_wait_seconds=report.planning_wait_seconds,
             seconds=seconds,
             cpu_seconds=cpu_seconds,
             max_log_ratio=ratio,
@@ -136,6 +139,7 @@ def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str
         "prefix_match_rate": 1.0 - unique / tokens if tokens else 0.0,
         "kv_bytes_peak": float(max(record.kv_bytes_peak for record in everything)),
         "planning_seconds": max(total("planning_seconds", records) for records in ranks),
+        "planning_wait_seconds": max(total("planning_wait_seconds", records) for records in ranks),
         "seconds": max(total("seconds", records) for records in ranks),
         "cpu_seconds": max(total("cpu_seconds", records) for records in ranks),
     }
@@ -157,11 +161,12 @@ def headline_metrics(metrics: dict[str, float]) -> dict[str, float]:
         if (value := metrics.get(f"psrl/update/{name}")) is not None:
             found[f"psrl/{name}"] = value
     peaks = [v for k, v in metrics.items() if k.startswith("psrl/") and k.endswith("/kv_bytes_peak")]
-    planning = [v for k, v in metrics.items() if k.startswith("psrl/") and k.endswith("/planning_seconds")]
     if peaks:
         found["psrl/kv_bytes_peak"] = max(peaks)
-    if planning:
-        found["psrl/planning_seconds"] = sum(planning)
+    for name in ("planning_seconds", "planning_wait_seconds"):
+        seconds = [v for k, v in metrics.items() if k.startswith("psrl/") and k.endswith(f"/{name}")]
+        if seconds:
+            found[f"psrl/{name}"] = sum(seconds)
     return found
 
 
