@@ -85,6 +85,14 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ),
         (f"{A}.megatron.dynamic_context_parallel=true", f"{A}.megatron.dynamic_context_parallel=True rules out"),
         (f"{A}.megatron.use_megatron_fsdp=true", f"{A}.megatron.use_megatron_fsdp=True rules out prefix sharing"),
+        (
+            f"+{A}.megatron.override_transformer_config.fp8=hybrid",
+            r"override_transformer_config\.fp8='hybrid' rules out",
+        ),
+        (
+            f"+{A}.megatron.override_transformer_config.cuda_graph_impl=local",
+            "cuda_graph_impl='local' rules out prefix",
+        ),
         (f"{A}.megatron.qat.enable=true", f"{A}.megatron.qat.enable=True rules out prefix sharing"),
         (f"{A}.megatron.router_replay.mode=R3", f"set {R}.enable_rollout_routing_replay=true"),
         (f"{A}.megatron.vanilla_mbridge=false", f"{A}.megatron.vanilla_mbridge must be true where trainer.device is"),

@@ -21,7 +21,11 @@ from psrl.runtime.session import Execution, enter_layer
 
 
 class PrefixCoreAttention(MegatronModule):
-    """Stands where TEDotProductAttention or DotProductAttention would; has no parameters and no state."""
+    """Stands where TEDotProductAttention or DotProductAttention would; has no parameters and no state.
+
+    It takes what they take, by the same names. Head sizes are those of the tensors, context-parallel ranks exchange
+    K/V as psrl does it whatever ``cp_comm_type`` says, and results are equal from run to run without ``num_splits``.
+    """
 
     def __init__(
         self,
@@ -31,9 +35,11 @@ class PrefixCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **channels: int,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -50,6 +56,7 @@ class PrefixCoreAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
+        num_splits: int | None = None,
     ) -> Tensor:
         """Query [T, N, H], key and value [T, K, H], after rotary. Returns [T, N * H]."""
         execution = execution_of(packed_seq_params)

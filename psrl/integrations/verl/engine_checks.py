@@ -6,10 +6,16 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.verl.support import check_model, engine_refusals, lora_refusals
+from psrl.integrations.verl.support import (
+    Refusal,
+    check_model,
+    engine_refusals,
+    lora_refusals,
+    override_refusals,
+)
 
 Get = Callable[[str], Any]
 """Value of a job's key, None where there is none."""
@@ -40,13 +46,11 @@ def check_engine_options(get: Get, engines: Iterable[str]) -> None:
         model = model_key(engine)
         values = dict(get(f"{engine}.megatron") or {})
         values |= {name: get(f"{model}.{name}") for name in _OF_THE_MODEL}
-        values |= {name: SimpleNamespace(**value) for name, value in values.items() if isinstance(value, dict)}
-        for refusal in engine_refusals(SimpleNamespace(**values)):
-            place = model if refusal.option in _OF_THE_MODEL else f"{engine}.megatron"
-            raise UnsupportedError(
-                f"{place}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
-                f"{refusal.way_out}, or set psrl.enable=false"
-            )
+        groups = {name: SimpleNamespace(**value) for name, value in values.items() if isinstance(value, dict)}
+        for refusal in engine_refusals(SimpleNamespace(**{**values, **groups})):
+            _refuse(model if refusal.option in _OF_THE_MODEL else f"{engine}.megatron", refusal)
+        for refusal in override_refusals(values.get("override_transformer_config") or {}):
+            _refuse(f"{engine}.megatron.override_transformer_config", refusal)
         if get(f"{model}.mtp.enable"):
             raise UnsupportedError(
                 f"{model}.mtp.enable=True rules out prefix sharing (not built yet): set it to false, or set "
@@ -55,15 +59,19 @@ def check_engine_options(get: Get, engines: Iterable[str]) -> None:
         _check_adapters(get, engine, model)
 
 
+def _refuse(place: str, refusal: Refusal) -> NoReturn:
+    raise UnsupportedError(
+        f"{place}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): {refusal.way_out}, "
+        "or set psrl.enable=false"
+    )
+
+
 def _check_adapters(get: Get, engine: str, model: str) -> None:
     if value := get(f"{model}.lora_rank"):
         raise UnsupportedError(f"{model}.lora_rank={value!r} is an option of FSDP: set {model}.lora.rank")
     lora = dict(get(f"{model}.lora") or {})
     for refusal in lora_refusals(lora, ""):  # the workers know the model
-        raise UnsupportedError(
-            f"{model}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
-            f"{refusal.way_out}, or set psrl.enable=false"
-        )
+        _refuse(model, refusal)
     if lora.get("rank", 0) and get(f"{engine}.megatron.vanilla_mbridge"):
         raise ConfigError(
             f"{model}.lora.rank={lora['rank']} needs Megatron-Bridge: set {engine}.megatron.vanilla_mbridge=false"

@@ -125,6 +125,7 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
             )
 
 
+_OVERRIDES = "override_transformer_config."
 _ONE_SAMPLE = "a shared token has one hidden state for all its samples"
 
 
@@ -199,31 +200,54 @@ def _sliding_window(hf: Any) -> str | None:
     return "layer_types" if "sliding_attention" in (getattr(hf, "layer_types", None) or ()) else None
 
 
+_UNSET = "leave it unset"
+_OPTIONS: dict[str, tuple[str, str]] = {
+    "hidden_dropout": (_ONE_SAMPLE, "set it to 0.0"),
+    "attention_dropout": (_ONE_SAMPLE, "set it to 0.0"),
+    "mtp_num_layers": ("multi-token prediction reads tokens of one sample", _UNSET),
+    "fp8": ("scales are taken over a micro-batch, whose tokens sharing changes", _UNSET),
+    "fp4": ("scales are taken over a micro-batch, whose tokens sharing changes", _UNSET),
+    "quant_recipe": ("scales are taken over a micro-batch, whose tokens sharing changes", _UNSET),
+    "use_kitchen": ("it brings quantised layers and an attention of its own", "set it to False"),
+    "window_size": ("attention must see the whole prefix", _UNSET),
+    "experimental_attention_variant": ("not built yet", _UNSET),
+    "apply_rope_fusion": ("the fused kernel takes no position for each token", "set it to False"),
+    "fused_single_qkv_rope": ("the fused kernel takes no position for each token", "set it to False"),
+    "qk_clip": ("attention keeps no largest logit", "set it to False"),
+    "batch_invariant_mode": ("rounding depends on how samples share micro-batches", "set it to False"),
+    "enable_cuda_graph": ("micro-batches differ in shape", "set it to False"),
+    "external_cuda_graph": ("micro-batches differ in shape", "set it to False"),
+    "tp_comm_overlap": ("its buffers have one shape, micro-batches differ", "set it to False"),
+    "overlap_moe_expert_parallel_comm": ("its schedule runs two micro-batches at a time", "set it to False"),
+    "cpu_offloading": ("not tested with cached K/V", "set it to False"),
+}
+"""Options of Megatron-Core's ``TransformerConfig`` that are refused wherever they are set."""
+
+
+def override_refusals(values: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Options of ``override_transformer_config`` that rule sharing out in every model."""
+    for name, (reason, way_out) in _OPTIONS.items():
+        if values.get(name):
+            yield Refusal(name, values[name], reason, way_out)
+    for name, plain, reason in (
+        ("softmax_type", "vanilla", "attention has no sinks"),
+        ("cuda_graph_impl", "none", "micro-batches differ in shape"),
+    ):
+        if values.get(name, plain) != plain:
+            yield Refusal(name, values[name], reason, f"set it to {plain}")
+
+
 def _transformer(config: Any) -> Iterator[Refusal]:
-    key = "override_transformer_config."
-    for name in ("hidden_dropout", "attention_dropout"):
-        if getattr(config, name) > 0:
-            yield Refusal(key + name, getattr(config, name), _ONE_SAMPLE, "set it to 0.0")
-    for name in ("mtp_num_layers", "fp8", "fp4", "window_size", "experimental_attention_variant"):
-        if getattr(config, name, None):
-            yield Refusal(key + name, getattr(config, name), "not built yet", "leave it unset")
-    for name in ("apply_rope_fusion", "fused_single_qkv_rope", "qk_clip"):
-        if getattr(config, name, False):
-            yield Refusal(key + name, True, "not built yet", "set it to False")
+    for refusal in override_refusals(vars(config)):
+        yield refusal._replace(option=_OVERRIDES + refusal.option)
     if getattr(config, "multi_latent_attention", False):
         yield from _latents(config)
     if getattr(config, "num_moe_experts", None):
         yield from _experts(config)
-    if getattr(config, "softmax_type", "vanilla") != "vanilla":
-        yield Refusal(key + "softmax_type", config.softmax_type, "attention has no sinks", "set it to vanilla")
-    if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False):
-        yield Refusal(
-            key + "cuda_graph_impl", config.cuda_graph_impl, "micro-batches differ in shape", "set it to none"
-        )
 
 
 def _latents(config: Any) -> Iterator[Refusal]:
-    key = "override_transformer_config."
+    key = _OVERRIDES
     if "mla_up_proj" in (config.recompute_modules or ()) and config.recompute_granularity == "selective":
         yield Refusal(
             key + "recompute_modules", ["mla_up_proj"], "a path is expanded in every micro-batch that reads it",
@@ -237,7 +261,7 @@ def _latents(config: Any) -> Iterator[Refusal]:
 
 
 def _experts(config: Any) -> Iterator[Refusal]:
-    key = "override_transformer_config."
+    key = _OVERRIDES
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in ("none", "aux_loss"):
@@ -264,7 +288,7 @@ def _experts(config: Any) -> Iterator[Refusal]:
 
 def _replay(config: Any, engine: Any) -> Iterator[Refusal]:
     """Router replay. The engine sets ``moe_enable_routing_replay`` where its mode asks for it."""
-    key, mode = "override_transformer_config.", engine.router_replay.mode
+    key, mode = _OVERRIDES, engine.router_replay.mode
     if mode == "disabled":
         if replays_routes(config):
             yield Refusal(
