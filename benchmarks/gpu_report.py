@@ -6,33 +6,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replay import MIN_SHARE_OF_IDEAL, PHASES, Run, markdown
+from step import ERRORS, MAX_ERROR_RATIO, error_table, phase_table, table
+
 MIN_ATTENTION_RATE = 0.6
 """Of flash attention's TFLOP/s on visible pairs."""
-MIN_SHARE_OF_IDEAL = 0.8
-MAX_ERROR_RATIO = 1.1
-PHASES = {"old_log_prob": "old log-prob", "ref": "reference", "update": "update"}
 
 
 def targets_of(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every target that the session measured, with ``value`` and ``is_met``."""
+    """Every target of the parts that left results, with ``value`` (None: not measured) and ``is_met``.
+
+    On the CPU ``triton`` does not run and has no targets.
+    """
     found: list[dict[str, Any]] = []
 
-    def add(name: str, value: float, wanted: str, is_met: bool) -> None:
+    def add(name: str, value: float | None, wanted: str, is_met: bool) -> None:
         found.append({"name": name, "value": value, "wanted": wanted, "is_met": is_met})
 
-    attention, step = (parts.get(name, {}).get("result") for name in ("attention", "step"))
-    for workload, values in (attention or {}).get("workloads", {}).items():
+    attention, step = (parts.get(name, {}).get("result") or {} for name in ("attention", "step"))
+    for workload, values in attention.get("workloads", {}).items() if attention.get("device") != "cpu" else ():
         row = values["backends"].get("triton", {})
         for key, label in (("forward_rate", "forward"), ("step_rate", "forward and backward")):
-            if key in row:
-                name = f"triton on {workload}, {label}, of flash-attn's TFLOP/s"
-                add(name, row[key], f">= {MIN_ATTENTION_RATE}", row[key] >= MIN_ATTENTION_RATE)
-    for trace, record in (step or {}).get("runs", {}).items():
+            name, rate = f"triton on {workload}, {label}, of flash-attn's TFLOP/s", row.get(key)
+            add(name, rate, f">= {MIN_ATTENTION_RATE}", rate is not None and rate >= MIN_ATTENTION_RATE)
+    for trace, record in step.get("runs", {}).items():
         share = record["update"]["speedup"] / record["update"]["ideal_speedup"]
         add(f"update of {trace}, of ideal", share, f">= {MIN_SHARE_OF_IDEAL}", share >= MIN_SHARE_OF_IDEAL)
-    for trace, kinds in (step or {}).get("bfloat16_errors", {}).items():
+    for trace, kinds in step.get("bfloat16_errors", {}).items():
         for kind, values in kinds.items():
-            name = f"bfloat16 error of {kind} on {trace}, over the unshared one's"
+            name = f"bfloat16 error of {ERRORS[kind]} on {trace}, over the unshared one's"
             add(name, values["ratio"], f"<= {MAX_ERROR_RATIO}", values["ratio"] <= MAX_ERROR_RATIO)
     return found
 
@@ -53,14 +55,15 @@ def write_report(session: Mapping[str, Any], out: Path) -> None:
         text += ["## Attention", f"{results['attention']['device']}, torch {results['attention']['torch']}."]
         text += [_attention(results["attention"])]
     if "step" in results:
-        text += ["## Phases", _step_intro(results["step"]), _phases(results["step"]), _errors(results["step"])]
+        runs = [Run(name, record, False, "speedup") for name, record in results["step"]["runs"].items()]
+        text += ["## Phases", _step_intro(results["step"]), markdown(runs), phase_table(runs)]
+        text += [error_table(results["step"]["bfloat16_errors"])]
     text += [f"![{name}]({path.name})" for name, path in plots.items()]
     (out / "report.md").write_text("\n\n".join(text) + "\n")
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return table([header, ["---"] * len(header), *([str(cell) for cell in row] for row in rows)])
 
 
 def _parts(parts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -75,7 +78,13 @@ def _parts(parts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
-    rows = [(t["name"], t["wanted"], f"{t['value']:.3f}", "met" if t["is_met"] else "**missed**") for t in targets]
+    rows = [
+        (
+            t["name"], t["wanted"], "not measured" if t["value"] is None else f"{t['value']:.3f}",
+            "met" if t["is_met"] else "**missed**",
+        )
+        for t in targets
+    ]  # fmt: skip
     return _table(("target", "wanted", "measured", ""), rows)
 
 
@@ -100,36 +109,9 @@ def _attention(result: Mapping[str, Any]) -> str:
 def _step_intro(result: Mapping[str, Any]) -> str:
     return (
         f"{result['model']} with random weights on {result['device']}; without sharing {result['unshared_attention']} "
-        "attends. Seconds are medians; MiB are peaks beside weights, gradients and optimizer (on the CPU: unknown)."
+        "attends. A cell is speed-up / ideal (share of it). Seconds are medians, MiB peaks beside weights, gradients "
+        "and optimizer (on the CPU: unknown)."
     )
-
-
-def _phases(result: Mapping[str, Any]) -> str:
-    rows = []
-    for trace, record in result["runs"].items():
-        for phase, label in PHASES.items():
-            values = record[phase]
-            peaks = (values["peak_bytes_shared"], values["peak_bytes_unshared"], values["kv_bytes_peak"])
-            rows.append(
-                (
-                    trace, label, f"{values['seconds_shared']:.3f}", f"{values['seconds_unshared']:.3f}",
-                    f"{values['speedup']:.2f}", f"{values['ideal_speedup']:.2f}",
-                    f"{values['speedup'] / values['ideal_speedup']:.2f}",
-                    *("-" if peak is None else f"{peak / 2**20:,.1f}" for peak in peaks),
-                )
-            )  # fmt: skip
-    header = ("trace", "phase", "shared s", "unshared s", "speed-up", "ideal", "share", "shared MiB", "unshared MiB",
-              "cache MiB")  # fmt: skip
-    return _table(header, rows)
-
-
-def _errors(result: Mapping[str, Any]) -> str:
-    rows = [
-        (trace, kind, f"{v['shared']:.2e}", f"{v['unshared']:.2e}", f"{v['ratio']:.3f}")
-        for trace, kinds in result["bfloat16_errors"].items()
-        for kind, v in kinds.items()
-    ]
-    return _table(("trace", "bfloat16 against float32", "shared", "unshared", "ratio"), rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- plots
@@ -160,10 +142,11 @@ def draw_plots(parts: Mapping[str, Mapping[str, Any]], out: Path) -> dict[str, P
 
 def _draw_attention(axes: Any, result: Mapping[str, Any]) -> None:
     workloads = result["workloads"]
-    backends = list(next(iter(workloads.values()))["backends"])
+    rows = [values["backends"] for values in workloads.values()]
+    backends = [name for name in rows[0] if any("step_tflops" in row[name] for row in rows)]
     width = 0.8 / len(backends)
     for number, backend in enumerate(backends):
-        rates = [values["backends"][backend].get("step_tflops", 0.0) for values in workloads.values()]
+        rates = [row[backend].get("step_tflops", 0.0) for row in rows]
         axes.bar([i + number * width for i in range(len(workloads))], rates, width, label=backend)
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(workloads))], list(workloads))
     axes.set_ylabel("TFLOP/s")

@@ -134,7 +134,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--part-seconds", type=float, default=3600, help="most seconds of a part")
     parser.add_argument("--check", action="store_true", help="exit 1 where a target was missed, too")
     args = parser.parse_args()
-    if not args.cpu and not args.traces and not args.textworld:
+    has_step = args.parts is None or "step" in args.parts
+    if has_step and not args.cpu and not args.traces and not args.textworld:
         parser.error("name a TRACE, or --textworld GAMES to generate some")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the report needs matplotlib: pip install 'psrl[plots]'")

@@ -117,27 +117,34 @@ def _errors(dumps: dict[str, Path], kind: str) -> dict[str, float]:
     return {**relative, "ratio": relative["shared"] / relative["unshared"]}
 
 
-def memory_table(runs: Sequence[Run]) -> str:
-    """Peaks of the GPU's memory beside weights, gradients and optimizer; on the CPU only the cache is known."""
-    rows = [["trace", "phase", "shared MiB", "unshared MiB", "K/V cache MiB"], ["---", "---", "---:", "---:", "---:"]]
+def phase_table(runs: Sequence[Run]) -> str:
+    """Seconds, and peaks of the GPU's memory beside weights, gradients and optimizer; on the CPU only the cache's is
+    known."""
+    rows = [["trace", "phase", "shared s", "unshared s", "shared MiB", "unshared MiB", "K/V cache MiB"]]
+    rows.append(["---", "---", *["---:"] * 5])
     for run in runs:
         for phase, label in PHASES.items():
             values = run.record[phase]
             found = (values["peak_bytes_shared"], values["peak_bytes_unshared"], values["kv_bytes_peak"])
-            rows.append([run.name, label, *("-" if x is None else f"{x / 2**20:,.1f}" for x in found)])
-    return _table(rows)
+            seconds = [f"{values[f'seconds_{side}']:.3f}" for side in ("shared", "unshared")]
+            rows.append([run.name, label, *seconds, *("-" if x is None else f"{x / 2**20:,.1f}" for x in found)])
+    return table(rows)
 
 
 def error_table(errors: dict[str, dict[str, dict[str, float]]]) -> str:
-    rows = [["trace", "quantity", "shared", "unshared", "ratio"], ["---", "---", "---:", "---:", "---:"]]
+    rows = [
+        ["trace", "bfloat16 against float32", "shared", "unshared", "ratio"],
+        ["---", "---", "---:", "---:", "---:"],
+    ]
     for trace, by_kind in errors.items():
         for kind, values in by_kind.items():
             numbers = [f"{values['shared']:.2e}", f"{values['unshared']:.2e}", f"{values['ratio']:.3f}"]
             rows.append([trace, ERRORS[kind], *numbers])
-    return _table(rows)
+    return table(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -197,7 +204,7 @@ def main() -> int:
             runs.append(Run(name, replay([trace], timed), False, "speedup"))
             first_rows = [*common, "--limit", str(args.error_limit)]
             errors[name] = bfloat16_errors(trace, first_rows, scratch / f"dumps_{name}")
-    print(markdown(runs), memory_table(runs), error_table(errors), sep="\n\n")
+    print(markdown(runs), phase_table(runs), error_table(errors), sep="\n\n")
     found = misses(runs, errors)
     if args.out is not None:
         report = {

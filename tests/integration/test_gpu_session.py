@@ -79,7 +79,7 @@ def test_targets():
         return {"backends": {"triton": {"forward_rate": forward, "step_rate": step}, "flash": {"forward_rate": 0.1}}}
 
     parts = {
-        "attention": {"result": {"workloads": {"grpo": rows(0.61, 0.59)}}},
+        "attention": {"result": {"device": "a GPU", "workloads": {"grpo": rows(0.61, 0.59), "tree": {"backends": {}}}}},
         "step": {
             "result": {
                 "runs": {"alfworld": {"update": {"speedup": 6.4, "ideal_speedup": 8.0}}},
@@ -89,8 +89,10 @@ def test_targets():
         "doctor": {"result": None},
     }
     assert [(target["value"], target["is_met"]) for target in targets_of(parts)] == [
-        (0.61, True), (0.59, False), (0.8, True), (1.11, False),
+        (0.61, True), (0.59, False), (None, False), (None, False), (0.8, True), (1.11, False),
     ]  # fmt: skip
+    parts["attention"]["result"]["device"] = "cpu"
+    assert len(targets_of(parts)) == 2
 
 
 def test_errors_of_bfloat16_are_relative_to_float32(tmp_path):
