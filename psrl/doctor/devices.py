@@ -103,13 +103,17 @@ def in_place_error(device: str, dtype: torch.dtype) -> float:
     layout = _forest(_TRUNK)
     *inputs, grad_out = _random_inputs(_TRUNK, dtype)
     q, k, v = (x.to(device, copy=True) for x in inputs)
-    blocks = [[torch.stack([torch.zeros_like(part), part]) for part in x[:_TRUNK].split([16, 24])] for x in (k, v)]
-    totals = [[torch.zeros(x.shape, device=device) for x in part] for part in blocks]
-    local = [x.clone().requires_grad_() for x in (q, k[_TRUNK:], v[_TRUNK:])]
-    path = CachedPath.build(*blocks)
-    out = attend_path(*local, layout, path, 1, lambda: PathGrads.build(*totals))
+    k_blocks, v_blocks = (
+        [torch.stack([torch.zeros_like(part), part]) for part in x[:_TRUNK].split([16, 24])] for x in (k, v)
+    )
+    dk_blocks, dv_blocks = ([torch.zeros(x.shape, device=device) for x in part] for part in (k_blocks, v_blocks))
+    q_local, k_local, v_local = local = [x.clone().requires_grad_() for x in (q, k[_TRUNK:], v[_TRUNK:])]
+    path = CachedPath.build(k_blocks, v_blocks)
+    out = attend_path(q_local, k_local, v_local, layout, path, 1, lambda: PathGrads.build(dk_blocks, dv_blocks))
     dq, *local_grads = torch.autograd.grad(out, local, grad_out.to(device))
-    key_grads = [torch.cat([*(x[1] for x in part), grad]) for part, grad in zip(totals, local_grads, strict=True)]
+    key_grads = [
+        torch.cat([*(x[1] for x in part), grad]) for part, grad in zip((dk_blocks, dv_blocks), local_grads, strict=True)
+    ]
     got = [x.detach().double().cpu() for x in (out, dq, *key_grads)]
     return _largest_error(got, _run(inputs, grad_out, layout, "reference", "cpu", torch.float64))
 
