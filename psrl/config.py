@@ -28,6 +28,9 @@ class PSRLConfig:
     memory that is free when a mini-batch starts (no limit on CPU)."""
     kv_cache_fraction: float = 0.5
     """Share of the free device memory that the cache may take when ``kv_cache_bytes`` is None."""
+    kv_host_bytes: int | None = None
+    """Most bytes of (pinned) host memory on a rank for what ``kv_cache_bytes`` cannot hold even in waves. None or 0: no
+    host tier."""
     attention_backend: str = "auto"
     """``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
     ``reference`` is dense and for tests."""
@@ -40,14 +43,15 @@ class PSRLConfig:
     ``mini_batch`` for any other."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "infer_max_tokens", "kv_cache_bytes", "max_logit_rows"):
+        for name in ("max_tokens", "infer_max_tokens", "kv_cache_bytes", "kv_host_bytes", "max_logit_rows"):
             value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"psrl.{name} must be an integer or null, got {value!r}")
-            if value < 1:
-                raise ConfigError(f"psrl.{name} must be at least 1, got {value}")
+            low = 0 if name == "kv_host_bytes" else 1
+            if value < low:
+                raise ConfigError(f"psrl.{name} must be at least {low}, got {value}")
         if type(self.enable) is not bool:
             raise ConfigError(f"psrl.enable must be true or false, got {self.enable!r}")
         if not 0.0 < self.kv_cache_fraction <= 1.0:

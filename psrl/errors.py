@@ -26,10 +26,17 @@ class PlanError(PSRLError, AssertionError):
 
 
 class MemoryBudgetError(PSRLError, MemoryError):
-    """The KV budget cannot hold even one root path; the message says how much it would need."""
+    """The KV budget cannot hold even one root path (with a host tier: one layer of it, or the host pool not the rest);
+    the message says how much it would need."""
 
     sample: int | None = None
     """Index of the sample within the planned batch, where known."""
+    micro_batch: int | None = None
+    """Index of the micro-batch that needs too much, where known."""
+
+
+class OutOfMemoryError(PSRLError, MemoryError):
+    """An allocation failed while a plan ran. The caches are empty again; the message names the keys to change."""
 
 
 class LossError(PSRLError, ValueError):

@@ -15,11 +15,18 @@ import numpy as np
 
 from psrl.cost import KVFootprint
 from psrl.errors import PlanError
+from psrl.tier_check import check_transfers
+from psrl.tiers import HostTier
 from psrl.types import ExecutionPlan, IntArray, MicroBatch, SampleBatch
 
 
-def check_plan(plan: ExecutionPlan, batch: SampleBatch, footprint: KVFootprint | None = None) -> None:
+def check_plan(
+    plan: ExecutionPlan, batch: SampleBatch, footprint: KVFootprint | None = None, host: HostTier | None = None
+) -> None:
     """Verify ``plan`` against its samples.
+
+    Args:
+        footprint, host: those that the plan was made with; without, bytes are not checked.
 
     Raises:
         PlanError: the first invariant that does not hold, by name.
@@ -32,9 +39,15 @@ def check_plan(plan: ExecutionPlan, batch: SampleBatch, footprint: KVFootprint |
     if not plan.forward_only:
         _check_completions(plan, batch)
     peak = _replay_cache(plan, footprint or KVFootprint(1, 1))
-    if footprint is not None:
+    if footprint is not None and plan.tiers is not None:
+        if host is None:
+            raise PlanError("transfers without a host tier")
+        check_transfers(plan, footprint, host)
+    elif footprint is not None:
         _require(peak == plan.stats.kv_bytes_peak, f"predicted peak {plan.stats.kv_bytes_peak}, replayed {peak}")
         _require(footprint.budget_bytes is None or peak <= footprint.budget_bytes, f"peak {peak} exceeds the budget")
+        moved = (plan.stats.kv_host_bytes_peak, plan.stats.kv_bytes_to_host, plan.stats.kv_bytes_to_device)
+        _require(moved == (0, 0, 0), "bytes of a host tier that is not used")
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:

@@ -8,7 +8,8 @@
    hang off it, then the segment itself. K/V and gradient accumulators die as early as that order allows.
 5. If the cache would exceed its budget, consecutive segments form waves, each with its own two passes. A segment's
    pass 2 waits for the last wave that descends from it, so nothing is computed more often. If that is not enough,
-   segments are cut at forks, so that only one root path stays cached between waves.
+   segments are cut at forks, so that only one root path stays cached between waves. If that is still not enough, and
+   there is a host tier, single layers of blocks move to host memory and back (``offload.py``).
 
 Shape legend: U unique tokens, T local tokens, P path tokens, E edges, R logit rows.
 """
@@ -26,8 +27,10 @@ from psrl.blocks import BlockLedger, wave_peak
 from psrl.cost import CostFunction, KVFootprint, ModelShape, Work
 from psrl.edges import collect_edges
 from psrl.errors import ConfigError, MemoryBudgetError
+from psrl.offload import schedule_transfers
 from psrl.packing import token_costs
 from psrl.systems import PSRL, System
+from psrl.tiers import HostTier, TierSchedule
 from psrl.tree import PrefixTree, build_tree
 from psrl.types import CachePolicy, Edges, ExecutionPlan, MicroBatch, PlanStats, SampleBatch, Wave
 
@@ -42,6 +45,7 @@ def build_plan(
     cost: CostFunction | None = None,
     tree: PrefixTree | None = None,
     system: System = PSRL,
+    host: HostTier | None = None,
 ) -> ExecutionPlan:
     """Plan one mini-batch of one rank.
 
@@ -53,29 +57,45 @@ def build_plan(
         cost: forward cost of a micro-batch; default: FLOPs of ``shape``.
         tree: of the batch, where several plans are made of it; None: built here.
         system: another for comparison; then ``batch`` is what ``system.prepare`` made.
+        host: memory for what the budget cannot hold; None: there is none.
 
     Raises:
-        ConfigError: ``max_tokens`` below 1.
+        ConfigError: ``max_tokens`` below 1, or a host tier under another system.
         InputError: an empty sample, a first token that is a target, or ids out of range.
-        MemoryBudgetError: the budget cannot hold the cache of one spine segment and its root path.
+        MemoryBudgetError: the budget cannot hold the cache of one spine segment and its root path. With a host tier:
+            one layer of it, or the host cannot hold the rest.
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
+    if host is not None and system is not PSRL:
+        raise ConfigError(f"the host tier (psrl.kv_host_bytes) is psrl's, not that of system {system.name}")
     tree = tree or build_tree(batch)
     edges = collect_edges(batch, tree)
     num_rows_U = _rows_per_token(edges, tree.num_tokens)
     cost_U = token_costs(tree, num_rows_U, cost or shape.cost)
     division = (system if batch.num_samples else PSRL).divide(batch, tree, cost_U, max_tokens)
 
-    def arrange(*, at_forks: bool) -> tuple[Pieces, tuple[Wave, ...], int]:
+    def arrange(*, at_forks: bool, fits: bool = True) -> tuple[Pieces, tuple[Wave, ...], int]:
         segments, executions = division.cut(at_forks), 1 if forward_only else 2
         pieces = assemble(tree, edges, segments, division.bins, cost_U, executions=executions, cache=system.cache)
-        return pieces, *_plan_waves(batch, tree, pieces, footprint, forward_only, system.cache)
+        return pieces, *_plan_waves(batch, tree, pieces, footprint, forward_only, system.cache, fits=fits)
 
-    arranged = None
+    arranged, tiers = None, None
     with contextlib.suppress(MemoryBudgetError):
         arranged = arrange(at_forks=False)
-    pieces, waves, peak = arranged or arrange(at_forks=True)
+    try:
+        pieces, waves, peak = arranged or arrange(at_forks=True)
+    except MemoryBudgetError:
+        if host is None:
+            raise
+        pieces, waves, _ = arrange(at_forks=not forward_only, fits=False)
+        try:
+            tiers = schedule_transfers(pieces.micro_batches, pieces.blocks, waves, footprint, host)
+        except MemoryBudgetError as error:
+            if error.micro_batch is not None:
+                error.sample = _sample_of(batch, tree, pieces, error.micro_batch)
+            raise
+        peak = tiers.device_bytes_peak
     return ExecutionPlan(
         forward_only=forward_only,
         max_tokens=max([max_tokens, *(mb.num_tokens for mb in pieces.micro_batches)]),  # psrl's own never exceed it
@@ -85,8 +105,11 @@ def build_plan(
         micro_batches=pieces.micro_batches if forward_only else _with_completions(pieces, edges, waves),
         blocks=pieces.blocks,
         waves=waves,
-        stats=_stats(batch, tree, division.spine_U, num_rows_U, pieces, waves, peak, shape, forward_only),
+        stats=_with_transfers(
+            _stats(batch, tree, division.spine_U, num_rows_U, pieces, waves, peak, shape, forward_only), tiers
+        ),
         cache=system.cache,
+        tiers=tiers,
     )
 
 
@@ -107,8 +130,14 @@ def _plan_waves(
     footprint: KVFootprint,
     forward_only: bool,
     cache: CachePolicy,
+    *,
+    fits: bool,
 ) -> tuple[tuple[Wave, ...], int]:
-    """Order the micro-batches within the cache budget. Returns the waves and the peak in bytes."""
+    """Order the micro-batches within the cache budget. Returns the waves and the peak in bytes.
+
+    Args:
+        fits: raise where the budget cannot be kept; otherwise, come as close to it as waves can.
+    """
     budget = footprint.budget_bytes
     ledger = BlockLedger(pieces.blocks, pieces.micro_batches, forward_only, cache)
     whole = _forward_wave(pieces) if forward_only else _training_wave(pieces, 0, pieces.num_segments - 1, set())
@@ -116,18 +145,21 @@ def _plan_waves(
     if budget is None or peak <= budget:
         return (whole,), peak
     if forward_only:
-        raise _budget_error(batch, tree, pieces, 0, peak, budget)
+        if fits:
+            raise _budget_error(batch, tree, pieces, 0, peak, budget)
+        return (whole,), peak
 
     waves: list[Wave] = []
     done: set[int] = set()
     start, peak = 0, 0
     while start < pieces.num_segments:
-        chosen, needed = None, 0
+        chosen: tuple[int, Wave, BlockLedger, int] | None = None
+        needed = 0
         for stop in range(start, pieces.num_segments):
             wave, after = _training_wave(pieces, start, stop, done), ledger.copy()
             needed = wave_peak(after, wave, footprint)
-            if needed > budget:
-                break
+            if needed > budget and (fits or (chosen is not None and chosen[1].pass2)):
+                break  # what does not fit anyway at least ends something
             chosen = (stop, wave, after, needed)
         if chosen is None:
             raise _budget_error(batch, tree, pieces, start, needed, budget)
@@ -169,9 +201,7 @@ def _training_wave(pieces: Pieces, start: int, stop: int, done: set[int]) -> Wav
 def _budget_error(
     batch: SampleBatch, tree: PrefixTree, pieces: Pieces, segment: int, needed: int, budget: int
 ) -> MemoryBudgetError:
-    token = int(pieces.micro_batches[segment].tokens_T[-1])
-    position = int(np.flatnonzero(tree.index_N == token)[0])
-    sample = int(np.searchsorted(batch.cu_seqlens, position, side="right")) - 1
+    sample = _sample_of(batch, tree, pieces, segment)
     error = MemoryBudgetError(
         f"sample {sample} ({batch.seqlens_S[sample]:,} tokens) needs {needed:,} bytes of KV cache at once, but "
         f"psrl.kv_cache_bytes allows {budget:,}: raise psrl.kv_cache_bytes, or raise psrl.max_tokens so that fewer "
@@ -179,6 +209,24 @@ def _budget_error(
     )
     error.sample = sample
     return error
+
+
+def _sample_of(batch: SampleBatch, tree: PrefixTree, pieces: Pieces, micro_batch: int) -> int:
+    """A sample that holds the micro-batch's last token."""
+    token = int(pieces.micro_batches[micro_batch].tokens_T[-1])
+    position = int(np.flatnonzero(tree.index_N == token)[0])
+    return int(np.searchsorted(batch.cu_seqlens, position, side="right")) - 1
+
+
+def _with_transfers(stats: PlanStats, tiers: TierSchedule | None) -> PlanStats:
+    if tiers is None:
+        return stats
+    return dataclasses.replace(
+        stats,
+        kv_host_bytes_peak=tiers.host_pool_bytes,
+        kv_bytes_to_host=tiers.bytes_to_host,
+        kv_bytes_to_device=tiers.bytes_to_device,
+    )
 
 
 def _with_completions(pieces: Pieces, edges: Edges, waves: tuple[Wave, ...]) -> tuple[MicroBatch, ...]:

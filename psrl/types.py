@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from psrl.tiers import TierSchedule
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -199,9 +201,14 @@ class PlanStats:
     num_micro_batches: int
     num_waves: int
     kv_bytes_peak: int
-    """Predicted peak of K/V and gradient accumulators on this rank, bytes."""
+    """Predicted peak of K/V and gradient accumulators on this rank's device, bytes."""
     flops_unshared: float
     flops_shared: float
+    kv_host_bytes_peak: int = 0
+    """Size of the host pool that the plan needs, bytes."""
+    kv_bytes_to_host: int = 0
+    """Bytes copied from the device to the host."""
+    kv_bytes_to_device: int = 0
 
     @property
     def prefix_match_rate(self) -> float:
@@ -227,3 +234,5 @@ class ExecutionPlan:
     waves: tuple[Wave, ...]
     stats: PlanStats
     cache: CachePolicy = CachePolicy()
+    tiers: TierSchedule | None = None
+    """Transfers between device and host; None where the device holds the whole cache."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from psrl.blocks import BlockLedger
-from psrl.cache.storage import DeviceTier
+from psrl.cache.storage import CacheBytes, DeviceTier
 from psrl.context import shard_size
 from psrl.errors import PlanError
 from psrl.types import ExecutionPlan
@@ -79,6 +79,11 @@ class KVCache:
     @property
     def num_live_blocks(self) -> int:
         return len(self._kv) + len(self._grads)
+
+    @property
+    def bytes(self) -> CacheBytes:
+        """So far."""
+        return CacheBytes(device_peak=self.tier.peak_bytes)
 
     def num_stored(self, blocks: tuple[int, ...]) -> int:
         """Rows that this cache has for the blocks."""
@@ -156,12 +161,8 @@ class KVCache:
 
         Returns whether it was the last.
         """
-        key = (micro_batch, backward)
-        left = self._layers_left.get(key, self.num_layers) - 1
-        if left:
-            self._layers_left[key] = left
+        if not self._is_last_layer(micro_batch, backward=backward):
             return False
-        self._layers_left.pop(key, None)
         freed = self._ledger.end(micro_batch, backward=backward)
         for block in freed.kv:
             self.tier.free(*self._kv.pop(block))
@@ -180,6 +181,20 @@ class KVCache:
                 f"{len(self._kv)} KV blocks and {len(self._grads)} accumulators are left after the last micro-batch "
                 f"(unfinished: {sorted(self._layers_left)})"
             )
+
+    def close(self) -> None:
+        """Drop everything, wherever the plan stopped. Can be called again."""
+        self.tier.clear()
+        for held in (self._kv, self._grads, self._layers_left):
+            held.clear()
+
+    def _is_last_layer(self, micro_batch: int, *, backward: bool) -> bool:
+        """Of an execution; counts one more layer as done."""
+        key = (micro_batch, backward)
+        left = self._layers_left.pop(key, self.num_layers) - 1
+        if left:
+            self._layers_left[key] = left
+        return not left
 
     def _begin_backward(self, micro_batch: int) -> None:
         """Allocate what accumulators the path lacks, at the first layer."""

@@ -30,6 +30,9 @@ MaxTokens = Annotated[int, _option(_PLAN, "Most tokens of a micro-batch.")]
 KVCacheBytes = Annotated[
     int | None, _option(_PLAN, "Most bytes of cached K/V and their gradients; no limit if absent.")
 ]
+KVHostBytes = Annotated[
+    int | None, _option(_PLAN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
+]
 ForwardOnly = Annotated[
     bool,
     typer.Option("--forward-only", help="Plan old log-prob or reference, not an update.", rich_help_panel=_PLAN),
@@ -53,6 +56,7 @@ def plan(
     dtype: DType = "bfloat16",
     max_tokens: MaxTokens = 4096,
     kv_cache_bytes: KVCacheBytes = None,
+    kv_host_bytes: KVHostBytes = None,
     forward_only: ForwardOnly = False,
     limit: Limit = None,
     tokenizer: Tokenizer = None,
@@ -68,6 +72,7 @@ def plan(
         dtype=dtype,
         max_tokens=max_tokens,
         kv_cache_bytes=kv_cache_bytes,
+        kv_host_bytes=kv_host_bytes,
         forward_only=forward_only,
         limit=limit,
         tokenizer=tokenizer,

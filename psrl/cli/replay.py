@@ -68,6 +68,9 @@ UnsharedAttention = Annotated[
 ]  # fmt: skip
 Recompute = Annotated[str, _option(_RUN, "Activation recompute.", RECOMPUTE)]
 KVCacheBytes = Annotated[int | None, _option(_RUN, "Most bytes of cached K/V and their gradients; no limit on a CPU.")]
+KVHostBytes = Annotated[
+    int | None, _option(_RUN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
+]
 Seed = Annotated[int, _option(_RUN, "Seed of the random model and of the workers.")]
 Tolerance = Annotated[
     float | None,
@@ -124,6 +127,7 @@ def replay(
     unshared_attention: UnsharedAttention = None,
     recompute: Recompute = "none",
     kv_cache_bytes: KVCacheBytes = None,
+    kv_host_bytes: KVHostBytes = None,
     seed: Seed = 42,
     tolerance: Tolerance = None,
     tp: TP = 1,
@@ -150,11 +154,10 @@ def replay(
         files=tuple(files), model=model, tiny=TinyModel(hidden, layers, heads, kv_heads),
         parallel=Parallel(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp), dtype=dtype, sharing=sharing,
         system=system, max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
-        unshared_attention=unshared_attention,
-        recompute=recompute, kv_cache_bytes=kv_cache_bytes, seed=seed, tolerance=tolerance, loss=loss,
-        loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff,
-        kl_coef=kl_coef, temperature=temperature, lr=lr, limit=limit, tokenizer=tokenizer, mode=mode, dump=dump,
-        json=json,
+        unshared_attention=unshared_attention, recompute=recompute, kv_cache_bytes=kv_cache_bytes,
+        kv_host_bytes=kv_host_bytes, seed=seed, tolerance=tolerance, loss=loss, loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff, kl_coef=kl_coef, temperature=temperature,
+        lr=lr, limit=limit, tokenizer=tokenizer, mode=mode, dump=dump, json=json,
     )  # fmt: skip
     from psrl.replay.job import run_replay  # after the options have been checked: `psrl --help` needs none of it
 

@@ -21,6 +21,7 @@ from psrl.plan_view.picture import make_picture
 from psrl.plan_view.timeline import Timeline, make_timeline
 from psrl.plan_view.trace import make_trace
 from psrl.planner import build_plan
+from psrl.tiers import HostTier
 from psrl.tree import build_tree
 from psrl.types import ExecutionPlan, SampleBatch
 
@@ -80,6 +81,7 @@ def plan_files(options: PlanOptions, model: ShapedModel, note: Callable[[str], N
         shape=model.shape,
         footprint=footprint,
         forward_only=options.forward_only,
+        host=HostTier(options.kv_host_bytes, model.shape.num_layers) if options.kv_host_bytes else None,
     )
     decode = load_decoder(options.tokenizer) if options.tokenizer is not None or is_chat else None
     return PlannedFile(batch, plan, make_timeline(plan, model.shape, footprint), decode)
@@ -113,6 +115,20 @@ def record_of(planned: PlannedFile, model: ShapedModel) -> dict[str, Any]:
     }
 
 
+def _host_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
+    if plan.tiers is None:
+        return []
+    stats = plan.stats
+    return [
+        (name, f"{size:,} ({format_bytes(size)})")
+        for name, size in (
+            ("host bytes", stats.kv_host_bytes_peak),
+            ("bytes moved to the host", stats.kv_bytes_to_host),
+            ("bytes moved to the device", stats.kv_bytes_to_device),
+        )
+    ]
+
+
 def _print(planned: PlannedFile, model: ShapedModel) -> None:
     plan, stats = planned.plan, planned.plan.stats
     table = Table.grid(padding=(0, 2))
@@ -129,6 +145,7 @@ def _print(planned: PlannedFile, model: ShapedModel) -> None:
         ("waves", f"{stats.num_waves:,}"),
         ("KV blocks", f"{len(plan.blocks):,}"),
         (f"peak KV bytes, {model.name}", f"{stats.kv_bytes_peak:,} ({format_bytes(stats.kv_bytes_peak)})"),
+        *_host_rows(plan),
         ("predicted speed-up", f"{stats.ideal_speedup:.2f}x"),
     ):
         table.add_row(name, value)

@@ -23,6 +23,7 @@ class PlanOptions:
     dtype: str = "bfloat16"
     max_tokens: int = 4096
     kv_cache_bytes: int | None = None
+    kv_host_bytes: int | None = None
     forward_only: bool = False
     """The single pass of old log-prob and reference instead of an update."""
     limit: int | None = None
@@ -36,7 +37,7 @@ class PlanOptions:
         for name, choices in (("mode", MODES), ("dtype", tuple(DTYPE_BYTES))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("max_tokens", "kv_cache_bytes", "limit"):
+        for name in ("max_tokens", "kv_cache_bytes", "kv_host_bytes", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

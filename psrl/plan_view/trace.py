@@ -14,19 +14,22 @@ from psrl.types import ExecutionPlan
 FLOPS_PER_MICROSECOND = 1e9
 """A microsecond of the trace is a GFLOP: a device of 1 PFLOP/s would take as long."""
 _PID = 1
-_WAVES, _PASS1, _PASS2, _CACHE = 0, 1, 2, 3
+_WAVES, _PASS1, _PASS2, _CACHE, _TRANSFERS = 0, 1, 2, 3, 4
 _THREADS = {_WAVES: "waves", _PASS1: "pass 1: forward only", _PASS2: "pass 2: forward and backward", _CACHE: "KV cache"}
+_HOST_THREAD = {_TRANSFERS: "transfers with the host"}
 
 
 def make_trace(plan: ExecutionPlan, timeline: Timeline) -> dict[str, Any]:
     """The trace as JSON values: ``traceEvents``, and the plan's figures in ``otherData``."""
     events: list[dict[str, Any]] = [_name("process_name", _WAVES, "psrl plan")]
-    events += [_name("thread_name", thread, name) for thread, name in _THREADS.items()]
+    events += [_name("thread_name", thread, name) for thread, name in _threads(plan).items()]
     events += _waves(plan, timeline)
     wrote: dict[int, Execution] = {}
     flow = 0
     for execution in timeline.executions:
         events += [_slice(plan, execution), *_cache_events(plan, execution), *_counters(execution)]
+        if plan.tiers is not None:
+            events += _transfers(execution)
         for block in execution.writes:
             wrote[block] = execution
         for block in execution.reads:
@@ -43,9 +46,16 @@ def make_trace(plan: ExecutionPlan, timeline: Timeline) -> dict[str, Any]:
             "unique_tokens": stats.unique_tokens,
             "spine_tokens": stats.spine_tokens,
             "kv_bytes_peak": stats.kv_bytes_peak,
+            "kv_host_bytes_peak": stats.kv_host_bytes_peak,
+            "kv_bytes_to_host": stats.kv_bytes_to_host,
+            "kv_bytes_to_device": stats.kv_bytes_to_device,
             "ideal_speedup": stats.ideal_speedup,
         },
     }
+
+
+def _threads(plan: ExecutionPlan) -> dict[int, str]:
+    return _THREADS if plan.tiers is None else _THREADS | _HOST_THREAD
 
 
 def _time(flops: float) -> float:
@@ -118,6 +128,24 @@ def _counters(execution: Execution) -> list[dict[str, Any]]:
             (execution.end, execution.kv_bytes_after, execution.grad_bytes_after),
         )
     ]
+
+
+def _transfers(execution: Execution) -> list[dict[str, Any]]:
+    """What an execution moves, over its layers, and what the host holds. How long transfers take is not known."""
+    host: list[dict[str, Any]] = [
+        {
+            "ph": "C", "name": "host bytes", "pid": _PID, "ts": _time(execution.start),
+            "args": {"copies": execution.host_bytes},
+        }
+    ]  # fmt: skip
+    moved = (("to host", execution.bytes_to_host), ("to device", execution.bytes_to_device))
+    return host + [
+        {
+            "ph": "i", "s": "t", "name": name, "cat": "transfer", "pid": _PID, "tid": _TRANSFERS,
+            "ts": _time(execution.start), "args": {"bytes": size, "micro_batch": execution.micro_batch},
+        }
+        for name, size in moved if size
+    ]  # fmt: skip
 
 
 def _flow(number: int, block: int, writer: Execution, reader: Execution) -> list[dict[str, Any]]:

@@ -98,6 +98,7 @@ class ReplayOptions:
     """Of the side without sharing, where its layers are not TransformerEngine's. None: ``attention``."""
     recompute: str = "none"
     kv_cache_bytes: int | None = None
+    kv_host_bytes: int | None = None
     loss: str = "vanilla"
     loss_agg_mode: str | None = None
     """None: ``default_loss_agg_mode``."""
@@ -130,7 +131,8 @@ class ReplayOptions:
         if self.loss_agg_mode is not None:
             _one_of("--loss-agg-mode", self.loss_agg_mode, LOSS_AGG_MODES)
         for name in (
-            "max_tokens", "kv_cache_bytes", "loss_scale_factor", "steps", "repeat", "mini_batch", "limit"
+            "max_tokens", "kv_cache_bytes", "kv_host_bytes", "loss_scale_factor", "steps", "repeat", "mini_batch",
+            "limit",
         ):  # fmt: skip
             _at_least(_flag(name), getattr(self, name), 1)
         if not 0 <= self.seed <= MAX_SEED:
@@ -141,6 +143,10 @@ class ReplayOptions:
                 raise ConfigError(f"{_flag(name)} must be a finite number and not negative, got {value}")
         if self.system != "psrl" and not self.shares:
             raise ConfigError(f"--system {self.system} is a way of sharing: it needs --sharing on or both")
+        if self.kv_host_bytes is not None and self.parallel.pp > 1:
+            raise ConfigError(f"--kv-host-bytes needs the plan's order, which --pp {self.parallel.pp} does not keep")
+        if self.kv_host_bytes is not None and self.system != "psrl":
+            raise ConfigError(f"--kv-host-bytes is psrl's own: it does not go with --system {self.system}")
         if self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"--temperature must be at least {MIN_TEMPERATURE:g}, got {self.temperature:g}")
         if self.parallel.ep > 1 and self.model in TINY_MODELS and self.model != "tiny-qwen3-moe":

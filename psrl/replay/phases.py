@@ -291,7 +291,7 @@ def _placed(samples: Sequence[ReplaySample], seen: Observation, mini_batch: int 
         first = len(seen.reports) * (mini_batch or 0)
         sample = samples[first + (getattr(error, "sample", None) or 0)]
         message = str(error)
-        for name in ("kv_cache_bytes", "max_tokens"):
+        for name in ("kv_cache_bytes", "kv_host_bytes", "max_tokens"):
             message = message.replace(f"psrl.{name}", "--" + name.replace("_", "-"))
         raise type(error)(f"{sample.where}: {message}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from psrl import __version__
+from psrl.cache import CacheBytes
 from psrl.data import ReplaySample
 from psrl.integrations.megatron.local_spec import uses_transformer_engine
 from psrl.replay.compare import Difference
@@ -24,6 +26,10 @@ from psrl.types import SampleBatch
 
 PHASE_NAMES = {"old_log_prob": "old log-prob", "ref": "reference", "update": "update"}
 _NONE = "-"
+_HOST_KEYS = (
+    "kv_host_bytes_peak", "kv_host_bytes_predicted", "kv_bytes_to_host", "kv_bytes_to_host_predicted",
+    "kv_bytes_to_device", "kv_bytes_to_device_predicted",
+)  # fmt: skip
 
 
 def make_record(
@@ -35,9 +41,10 @@ def make_record(
 ) -> dict[str, Any]:
     """Everything that was measured. Plan figures are those of the update's first step, added up over mini-batches.
 
-    ``kv_bytes_peak`` is measured, ``kv_bytes_predicted`` is the plan's; None without sharing, as is all that needs a
-    plan. Seconds are medians over repeats, of one pass over all samples; ``cpu_seconds`` count this process's
-    processor time. ``peak_bytes`` are of the GPU's memory, beside weights, gradients and optimizer; None without one.
+    ``kv_bytes_peak`` is measured, ``kv_bytes_predicted`` is the plan's; so with the bytes of the host tier, each of the
+    phase where it is largest. None without sharing, as is all that needs a plan. Seconds are medians over repeats, of
+    one pass over all samples; ``cpu_seconds`` count this process's processor time. ``peak_bytes`` are of the GPU's
+    memory, beside weights, gradients and optimizer; None without one.
     """
     num_tokens = sum(sample.num_tokens for sample in samples)
     phases = {phase: _phase_record(runs[phase], num_tokens) for phase in PHASES}
@@ -61,6 +68,7 @@ def make_record(
         "waves": update["waves"],
         "kv_bytes_peak": _largest(phases, "kv_bytes_peak"),
         "kv_bytes_predicted": _largest(phases, "kv_bytes_predicted"),
+        **{key: _largest(phases, key) for key in _HOST_KEYS},
         **phases,
         "metrics": runs[UPDATE][side].metrics,
         "comparison": None if differences is None else [asdict(d) | {"within": d.is_within} for d in differences],
@@ -95,7 +103,7 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
     if run is None:
         return dict.fromkeys(
             ("ideal_speedup", "planning_seconds", "planning_wait_seconds", "planning_share", "unique_tokens",
-             "spine_tokens", "micro_batches", "waves", "kv_bytes_peak", "kv_bytes_predicted")
+             "spine_tokens", "micro_batches", "waves", "kv_bytes_peak", "kv_bytes_predicted", *_HOST_KEYS)
         )  # fmt: skip
     reports = run.first.reports
     stats = [report.stats for report in reports]
@@ -110,7 +118,17 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
         "waves": sum(s.num_waves for s in stats),
         "kv_bytes_peak": max(report.kv_bytes_measured for report in reports),
         "kv_bytes_predicted": max(s.kv_bytes_peak for s in stats),
+        **_host_record(reports),
     }
+
+
+def _host_record(reports: Sequence[Any]) -> dict[str, Any]:
+    measured, predicted = (
+        reduce(CacheBytes.then, (getattr(report, name) for report in reports))
+        for name in ("kv_bytes", "kv_bytes_predicted")
+    )
+    pairs = list(zip(measured, predicted, strict=True))[1:]  # the first is the device's
+    return dict(zip(_HOST_KEYS, (value for pair in pairs for value in pair), strict=True))
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -166,10 +184,21 @@ def _figures(record: Mapping[str, Any]) -> Table:
         ("micro-batches", _count(record["micro_batches"])),
         ("peak KV bytes, predicted", _count(record["kv_bytes_predicted"])),
         ("peak KV bytes, measured", _count(record["kv_bytes_peak"])),
+        *_host_rows(record),
     )
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _host_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of the phase that takes most, where there are any."""
+    names = {
+        "kv_host_bytes_peak": "peak host bytes",
+        "kv_bytes_to_host": "bytes moved to the host",
+        "kv_bytes_to_device": "bytes moved to the device",
+    }
+    return [(name, _count(record[key])) for key, name in names.items() if record[key]]
 
 
 def _phases(record: Mapping[str, Any]) -> Table:

@@ -19,13 +19,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from psrl.cache import BlockShard, KVCache
+from psrl.cache import BlockShard, CacheBytes, KVCache, make_cache
 from psrl.errors import PlanError
 from psrl.runtime.attention import AttentionLayout
 from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
@@ -148,7 +148,7 @@ class Session:
         self.device = device
         self.attention_backend = attention_backend
         shard = BlockShard() if context is None else BlockShard(context.rank, context.size)
-        self.caches = tuple(KVCache(plan, num_layers, shard=shard) for num_layers in chunk_layers)
+        self.caches = tuple(make_cache(plan, num_layers, shard) for num_layers in chunk_layers)
         if path_in_place and not (context is None and all(cache.lends_blocks for cache in self.caches)):
             raise PlanError("the path cannot be read in place: the cache has no whole blocks on the device")
         self._path_in_place = path_in_place
@@ -175,9 +175,9 @@ class Session:
         return Execution(bound, cache, backward, self.attention_backend, tables, router, self._routes)
 
     @property
-    def peak_cache_bytes(self) -> int:
-        """Sum of the chunks' peaks."""
-        return sum(cache.tier.peak_bytes for cache in self.caches)
+    def cache_bytes(self) -> CacheBytes:
+        """What the caches took and moved so far; peaks are sums of the chunks'."""
+        return reduce(CacheBytes.beside, (cache.bytes for cache in self.caches))
 
     def check_drained(self) -> None:
         """Raises:
@@ -185,6 +185,11 @@ class Session:
         """
         for cache in self.caches:
             cache.check_drained()
+
+    def close(self) -> None:
+        """Drop what the caches hold, wherever the plan stopped."""
+        for cache in self.caches:
+            cache.close()
 
     @cached_property
     def _token_ids_U(self) -> Tensor:

@@ -68,6 +68,29 @@ def test_dense(pool, checkpoint, name):
         assert kv_share is None or result.reports[-1].stats.num_waves > 1
 
 
+HOST = {
+    "tp": (Layout(tp=2), "wide", {}),
+    "tp-full": (Layout(tp=2), "wide", {"recompute": "full"}),
+    "cp": (Layout(cp=2), "wide", {"recompute": "selective"}),
+    "tp-cp": (Layout(tp=2, cp=2), "wide", {}),
+    "tp-ep": (Layout(tp=2, ep=2), "wide", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOST)
+def test_host_tier(pool, checkpoint, name):
+    """Ranks with a budget that waves do not keep: their caches move to the host and back, all ranks alike."""
+    layout, forest, engine = HOST[name]
+    results, _ = check(
+        pool, layout, forest=forest, checkpoint=checkpoint(*(["qwen3_moe"] if layout.ep > 1 else [])), engine=engine,
+        kv_share=0.2, budgets=(max(1, 5 // layout.cp), 1000), psrl={"kv_host_bytes": 1 << 30},
+    )  # fmt: skip
+    for result in results:
+        report = result.reports[-1]
+        assert report.kv_bytes == report.kv_bytes_predicted and report.kv_bytes.to_host > 0
+
+
 @pytest.mark.slow
 def test_per_token_loss(pool, checkpoint):
     """Gradients are summed over ranks and divided by token counts, whatever the micro-batches."""

@@ -209,6 +209,23 @@ def test_waves(tmp_path: Path, samples: Path):
     assert record["kv_bytes_peak"] == record["kv_bytes_predicted"] <= budget
 
 
+def test_host_tier(tmp_path: Path, samples: Path):
+    path = tmp_path / "r.json"
+    run(samples, *TINY, "--layers", 8, "--max-tokens", 5, "--json", path)
+    whole = json.loads(path.read_text())
+    assert whole["kv_bytes_to_host"] == whole["kv_host_bytes_peak"] == 0
+    budget = int(0.1 * whole["kv_bytes_peak"])
+    limits = ("--kv-cache-bytes", budget, "--kv-host-bytes", 1 << 30)
+    text = run(samples, *TINY, "--layers", 8, "--max-tokens", 5, *limits, "--json", path)
+    record = json.loads(path.read_text())
+    assert record["kv_bytes_peak"] == record["kv_bytes_predicted"] <= budget
+    for phase in PHASES:
+        for name in ("kv_host_bytes", "kv_bytes_to_host", "kv_bytes_to_device"):
+            measured = record[phase]["kv_host_bytes_peak" if name == "kv_host_bytes" else name]
+            assert measured == record[phase][f"{name}_predicted"] > 0
+    assert f"{record['kv_bytes_to_device']:,}" in text
+
+
 def test_budget_that_holds_nothing_is_an_error(samples: Path):
     result = psrl(samples, *TINY, "--max-tokens", 3, "--kv-cache-bytes", 1)
     assert result.exit_code == 2

@@ -16,6 +16,7 @@ from transformers import (
 from verl.workers.config import MtpConfig, QATEngineConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
+from psrl.config import PSRLConfig
 from psrl.errors import UnsupportedError
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.support import check_model, check_supported
@@ -42,6 +43,20 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(), engine(), model(MistralConfig(sliding_window=None)))
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
     check_supported(transformer(), engine(), model(lora={"rank": 8, "type": "lora", "dropout": 0.0}))
+
+
+def test_a_host_tier_needs_the_plans_order():
+    host = {"psrl": PSRLConfig(kv_host_bytes=1000)}
+    check_supported(transformer(), engine(**host), model())
+    overlap = changed(transformer(), overlap_moe_expert_parallel_comm=True)
+    check_supported(overlap, engine(), model())
+    for config, options, reason in (
+        (transformer(), {"pipeline_model_parallel_size": 2}, r"pipeline_model_parallel_size=2.*stages interleave"),
+        (transformer(), {"sharing_system": "radix"}, r"sharing_system='radix'.*psrl's own"),
+        (overlap, {}, r"overlap_moe_expert_parallel_comm=True.*it interleaves forwards and backwards"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"{reason}.*: set psrl\.kv_host_bytes to 0"):
+            check_supported(config, engine(**host, **options), model())
 
 
 LATENTS = {"multi_latent_attention": True}

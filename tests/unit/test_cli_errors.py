@@ -137,6 +137,12 @@ def test_mini_batch_without_target_needs_sharing(tmp_path: Path):
         (["--repeat", "0"], "--repeat must be at least 1, got 0"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--kv-cache-bytes", "0"], "--kv-cache-bytes must be at least 1, got 0"),
+        (["--kv-host-bytes", "0"], "--kv-host-bytes must be at least 1, got 0"),
+        (["--kv-host-bytes", "9", "--pp", "2"], "--kv-host-bytes needs the plan's order, which --pp 2 does not keep"),
+        (
+            ["--kv-host-bytes", "9", "--system", "radix"],
+            "--kv-host-bytes is psrl's own: it does not go with --system radix",
+        ),
         (["--seed", "-1"], "--seed must be in 0 .. 4294967295, got -1"),
         (["--seed", "4294967296"], "--seed must be in 0 .. 4294967295, got 4294967296"),
         (["--lr", "nan"], "--lr must be a finite number and not negative, got nan"),
@@ -312,8 +318,8 @@ def test_public_options_are_these():
     ]  # fmt: skip
     assert options("replay") == [
         "--attention", "--cp", "--dp", "--dtype", "--dump", "--entropy-coeff", "--ep", "--heads", "--hidden", "--json",
-        "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--layers", "--limit", "--loss", "--loss-agg-mode",
-        "--loss-scale-factor", "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--pp", "--recompute",
-        "--repeat", "--seed", "--sharing", "--steps", "--system", "--temperature", "--tokenizer", "--tolerance", "--tp",
-        "--unshared-attention", "--vpp", "files",
+        "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--kv-host-bytes", "--layers", "--limit", "--loss",
+        "--loss-agg-mode", "--loss-scale-factor", "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--pp",
+        "--recompute", "--repeat", "--seed", "--sharing", "--steps", "--system", "--temperature", "--tokenizer",
+        "--tolerance", "--tp", "--unshared-attention", "--vpp", "files",
     ]  # fmt: skip

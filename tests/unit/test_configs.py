@@ -64,6 +64,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("psrl.infer_max_tokens=-4", "psrl.infer_max_tokens must be at least 1"),
         ("psrl.kv_cache_bytes=0", "psrl.kv_cache_bytes must be at least 1"),
         ("psrl.kv_cache_fraction=0", "psrl.kv_cache_fraction"),
+        ("psrl.kv_host_bytes=-1", "psrl.kv_host_bytes must be at least 0, got -1"),
         ("psrl.attention_backend=flashy", "psrl.attention_backend"),
         ("psrl.enable=1", "psrl.enable must be true or false"),
         ("psrl.grouping=prompt", "psrl.grouping must be one of fingerprints, uid, session, tokens"),
@@ -136,6 +137,12 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def test_mistakes_are_named(override, key):
     with pytest.raises(PSRLError, match=key):
         validate_job(compose("cpu_quickstart", override))
+
+
+def test_a_host_tier_keeps_to_one_pipeline_stage():
+    stages = f"{A}.megatron.pipeline_model_parallel_size=2"
+    with pytest.raises(PSRLError, match=rf"{stages} rules out .*: set psrl\.kv_host_bytes to 0"):
+        validate_job(compose("cpu_quickstart", "psrl.kv_host_bytes=1000", stages))
 
 
 def test_routes_come_from_the_rollout_or_the_actor():

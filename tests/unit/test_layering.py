@@ -23,6 +23,7 @@ LAYERS = {
     "errors": 0,
     "config": 0,
     "cost": 0,
+    "tiers": 0,
     "tree": 1,
     "grouping": 2,
     "cache": 4,

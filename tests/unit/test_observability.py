@@ -54,6 +54,13 @@ def test_a_phase_over_ranks_and_mini_batches():
     }
 
 
+def test_the_host_tier_where_it_is_in_use():
+    moved = {"kv_host_bytes_peak": 50, "kv_bytes_to_host": 60, "kv_bytes_to_device": 80}
+    metrics = phase_metrics("update", [[record(10, 5), record(10, 5, **moved)], [record(10, 5, **moved)]])
+    assert metrics["psrl/update/kv_host_bytes_peak"] == 50.0
+    assert (metrics["psrl/update/kv_bytes_to_host"], metrics["psrl/update/kv_bytes_to_device"]) == (120.0, 160.0)
+
+
 def test_ranks_without_outputs_and_phases_that_did_not_run():
     assert phase_metrics("ref", [[], []]) == {}
     assert phase_metrics("ref", [[], [record(10, 5)]])["psrl/ref/load_imbalance"] == 1.0

@@ -19,6 +19,7 @@ from psrl.plan_view.picture import make_picture, tree_runs
 from psrl.plan_view.timeline import make_timeline
 from psrl.plan_view.trace import make_trace
 from psrl.planner import build_plan
+from psrl.tiers import HostTier
 from psrl.tree import build_tree
 from psrl.types import SampleBatch
 
@@ -103,6 +104,20 @@ def test_waves_are_slices():
     assert sum(e["dur"] for e in waves) == pytest.approx(timeline.flops / 1e9)
 
 
+def test_transfers_have_a_track():
+    batch, limit = forked_batch(), KVFootprint(10, 20, 70)
+    plan = plan_of(batch, footprint=limit, host=HostTier(1 << 20, 2))
+    timeline = make_timeline(plan, SHAPE, limit)
+    assert timeline.peak_bytes == plan.stats.kv_bytes_peak <= 70 and plan.stats.kv_bytes_to_host > 0
+    events = make_trace(plan, timeline)["traceEvents"]
+    (track,) = [e["tid"] for e in events if e["ph"] == "M" and e["args"]["name"] == "transfers with the host"]
+    moved = [e for e in events if e.get("cat") == "transfer"]
+    assert {e["tid"] for e in moved} == {track}
+    for name, total in (("to host", plan.stats.kv_bytes_to_host), ("to device", plan.stats.kv_bytes_to_device)):
+        assert sum(e["args"]["bytes"] for e in moved if e["name"] == name) == total
+    assert max(e["args"]["copies"] for e in events if e["name"] == "host bytes") <= plan.stats.kv_host_bytes_peak
+
+
 # ------------------------------------------------------------------------------------------------------------ picture
 def test_runs_cover_the_tree():
     batch = forked_batch()
@@ -175,8 +190,8 @@ def test_the_command_writes_all_three(trace_file: Path, tmp_path: Path):
 def test_public_options_are_these():
     params = typer.main.get_command(app).commands["plan"].params  # type: ignore[attr-defined]
     assert sorted(name for param in params for name in (param.opts or [param.name]) if name != "--help") == [
-        "--dtype", "--forward-only", "--html", "--json", "--kv-cache-bytes", "--limit", "--max-tokens", "--mode",
-        "--shape", "--tokenizer", "--trace", "files",
+        "--dtype", "--forward-only", "--html", "--json", "--kv-cache-bytes", "--kv-host-bytes", "--limit",
+        "--max-tokens", "--mode", "--shape", "--tokenizer", "--trace", "files",
     ]  # fmt: skip
 
 
@@ -185,6 +200,7 @@ def test_public_options_are_these():
     [
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["--kv-cache-bytes", "0"], "--kv-cache-bytes must be at least 1, got 0"),
+        (["--kv-host-bytes", "0"], "--kv-host-bytes must be at least 1, got 0"),
         (["--mode", "turn"], "--mode must be one of step, trajectory, got 'turn'"),
         (["--shape", "gpt-2"], "--shape gpt-2: cannot read gpt-2/config.json"),
     ],

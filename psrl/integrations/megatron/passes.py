@@ -15,10 +15,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from psrl.errors import OutOfMemoryError
 from psrl.integrations.megatron.lockstep import align_waves
 from psrl.integrations.megatron.packed import SharedPrefixParams
 from psrl.runtime.context import ContextRank
 from psrl.runtime.session import BoundMicroBatch, Execution, Session, forwarding
+from psrl.types import ExecutionPlan
 
 OnOutput = Callable[[BoundMicroBatch, Tensor, bool], Tensor]
 """Called on the last stage with a micro-batch, the output layer's rows [1, R, columns] and whether a backward follows.
@@ -35,8 +37,37 @@ def run_plan(session: Session, chunks: Sequence[nn.Module], on_output: OnOutput)
         chunks: this rank's model chunks (one per virtual pipeline stage), as the engine holds them.
 
     Raises:
+        OutOfMemoryError: an allocation failed; with any error, the session's caches are empty afterwards.
         PlanError: KV blocks are left at the end.
     """
+    try:
+        _run_waves(session, chunks, on_output)
+    except BaseException as error:
+        session.close()
+        if is_out_of_memory(error):
+            raise out_of_memory(session.plan, error) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch could not allocate, on a GPU or on the CPU, whose allocator has no error of its own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory(plan: ExecutionPlan, error: BaseException) -> OutOfMemoryError:
+    """The error with what the plan needs and what to change."""
+    kind, stats = ("infer_max_tokens" if plan.forward_only else "max_tokens"), plan.stats
+    return OutOfMemoryError(
+        f"out of memory while a plan of {stats.unique_tokens:,} tokens ran: cached K/V and gradients take up to "
+        f"{stats.kv_bytes_peak:,} bytes of it on the device; the rest is activations of up to {plan.max_tokens:,} "
+        f"tokens, logits, and what else is there. Set psrl.kv_cache_bytes below {stats.kv_bytes_peak:,}, "
+        f"lower psrl.{kind}, or set psrl.max_logit_rows ({error})"
+    )
+
+
+def _run_waves(session: Session, chunks: Sequence[nn.Module], on_output: OnOutput) -> None:
     config = get_model_config(chunks[0])
     waves = align_waves(
         session.plan.waves,

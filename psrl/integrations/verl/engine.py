@@ -27,6 +27,7 @@ from psrl.config import PSRLConfig
 from psrl.cost import KVFootprint
 from psrl.errors import ConfigError
 from psrl.integrations.megatron.budget import agreed_budget
+from psrl.integrations.megatron.host_tier import host_tier
 from psrl.integrations.megatron.layer_spec import number_cache_layers, share_prefixes_in_spec
 from psrl.integrations.megatron.output_layer import PostponedOutputLayer, select_output_rows
 from psrl.integrations.megatron.passes import context_rank, token_multiple, vocab_shard_group
@@ -190,6 +191,7 @@ class PrefixSharingMixin(_Engine):
             forward_only=forward_only,
             tree=tree,
             system=self.sharing_system,
+            host=host_tier(config, self._planned_layers, self.psrl_config.kv_host_bytes),
         )
 
     def cache_budget(self) -> int | None:
@@ -207,6 +209,7 @@ class PrefixSharingMixin(_Engine):
             resolve_backend(self.psrl_config.attention_backend, get_device_name()),
             context_parallel=self.engine_config.context_parallel_size,
             is_latent=self.tf_config.multi_latent_attention,
+            has_host_tier=bool(self.psrl_config.kv_host_bytes),
         )
 
     @property
@@ -227,7 +230,7 @@ class PrefixSharingMixin(_Engine):
             chunk_layers=self.chunk_layers,
             device=torch.device(get_device_id()),
             attention_backend=self.psrl_config.attention_backend,
-            path_in_place=self.path_access.in_place,
+            path_in_place=self.path_access.in_place and plan.tiers is None,
             token_multiple=token_multiple(self.tf_config),
             router=router,
             routes=routes,

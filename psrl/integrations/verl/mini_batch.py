@@ -17,6 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
+from psrl.cache import CacheBytes
 from psrl.integrations.megatron.passes import replica_groups, run_plan, shared_plan_group
 from psrl.integrations.verl.batch import RowSelector
 from psrl.integrations.verl.batch_plans import BatchPlans
@@ -42,12 +43,20 @@ class BatchReport:
     """What an engine's last ``forward_backward_batch`` did."""
 
     stats: PlanStats
-    kv_bytes_measured: int
+    kv_bytes: CacheBytes
+    """Measured."""
+    kv_bytes_predicted: CacheBytes
+    """By the plans, of which an update may have two."""
     planning_seconds: float
     """Of planning, whether a pass waited for it or another one ran meanwhile."""
     planning_wait_seconds: float
     """What was waited for."""
     seconds: float
+
+    @property
+    def kv_bytes_measured(self) -> int:
+        """Peak on the device."""
+        return self.kv_bytes.device_peak
 
 
 class MiniBatchRun:
@@ -74,7 +83,7 @@ class MiniBatchRun:
         self._rows = RowSelector(data)
         self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
-        self._kv_bytes_measured = 0
+        self._kv_bytes, self._kv_bytes_predicted = CacheBytes(), CacheBytes()
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
         self._loads: RouterLoads | None = None
@@ -134,7 +143,8 @@ class MiniBatchRun:
         assert self._plan is not None
         return BatchReport(
             stats=self._plan.stats,
-            kv_bytes_measured=self._kv_bytes_measured,
+            kv_bytes=self._kv_bytes,
+            kv_bytes_predicted=self._kv_bytes_predicted,
             planning_seconds=self._plans.seconds,
             planning_wait_seconds=self._planning_wait_seconds,
             seconds=time.perf_counter() - self._start,
@@ -169,7 +179,8 @@ class MiniBatchRun:
             return loss if micro_batch.has_edges or not backward else loss + 0.0 * output.sum()
 
         run_plan(session, engine.module, on_output)
-        self._kv_bytes_measured = max(self._kv_bytes_measured, session.peak_cache_bytes)
+        self._kv_bytes = self._kv_bytes.then(session.cache_bytes)
+        self._kv_bytes_predicted = self._kv_bytes_predicted.then(CacheBytes.predicted(plan.stats))
 
     def _router_samples(self, plan: ExecutionPlan) -> RouterSamples | None:
         if not self._engine.has_router_statistics:

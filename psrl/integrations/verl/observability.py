@@ -28,7 +28,7 @@ class PassRecord:
     spine_tokens: int
     """Tokens computed forward twice."""
     kv_bytes_peak: int
-    """Measured peak of cached K/V and gradient accumulators, bytes."""
+    """Measured peak of cached K/V and gradient accumulators on the device, bytes."""
     flops_unshared: float
     flops_shared: float
     planning_seconds: float
@@ -39,6 +39,9 @@ class PassRecord:
     """Processor time of the rank's process, all its threads."""
     max_log_ratio: float | None
     """Largest |log-prob - old log-prob| over the response tokens, of an actor's update."""
+    kv_host_bytes_peak: int = 0
+    kv_bytes_to_host: int = 0
+    kv_bytes_to_device: int = 0
 
 
 class EngineProbe:
@@ -81,6 +84,9 @@ class EngineProbe:
             seconds=seconds,
             cpu_seconds=cpu_seconds,
             max_log_ratio=ratio,
+            kv_host_bytes_peak=report.kv_bytes.host_peak,
+            kv_bytes_to_host=report.kv_bytes.to_host,
+            kv_bytes_to_device=report.kv_bytes.to_device,
         )
 
     def drain(self) -> list[PassRecord]:
@@ -118,9 +124,11 @@ def max_log_ratio(outputs: dict[str, Any], data: TensorDict) -> float | None:
 
 
 def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str, float]:
-    """Metrics ``psrl/<phase>/*`` of a phase from the records of its ranks. Empty without any record.
+    """Metrics ``psrl/<phase>/*`` of a phase from the records of its ranks. Empty without any record; those of the host
+    tier where it is in use.
 
-    Tokens and seconds are sums over the phase's calls; tokens also over ranks, of seconds the slowest rank's count.
+    Tokens, bytes moved and seconds are sums over the phase's calls; tokens and bytes also over ranks, of seconds the
+    slowest rank's count.
     """
     ranks = [records for records in ranks if records]
     if not ranks:
@@ -143,6 +151,10 @@ def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str
         "seconds": max(total("seconds", records) for records in ranks),
         "cpu_seconds": max(total("cpu_seconds", records) for records in ranks),
     }
+    if any(record.kv_bytes_to_host for record in everything):
+        values["kv_host_bytes_peak"] = float(max(record.kv_host_bytes_peak for record in everything))
+        values["kv_bytes_to_host"] = total("kv_bytes_to_host")
+        values["kv_bytes_to_device"] = total("kv_bytes_to_device")
     shared = total("flops_shared")
     if shared:
         values["ideal_speedup"] = total("flops_unshared") / shared

@@ -116,7 +116,8 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
     """
     check_model(model_config.hf_config)
     for refusals in (
-        engine_refusals(engine_config), _model(model_config), _transformer(tf_config), _replay(tf_config, engine_config)
+        engine_refusals(engine_config), _model(model_config), _transformer(tf_config),
+        _interleaving(tf_config, engine_config), _replay(tf_config, engine_config),
     ):  # fmt: skip
         for refusal in refusals:
             raise UnsupportedError(
@@ -148,6 +149,22 @@ def engine_refusals(config: Any) -> Iterator[Refusal]:
         yield Refusal("pad_to_length", True, "a micro-batch holds the tokens of its plan only", "set it to False")
     if config.qat.enable:
         yield Refusal("qat.enable", True, "not built yet", "set it to False")
+    if getattr(getattr(config, "psrl", None), "kv_host_bytes", None):
+        yield from _host_tier(config)
+
+
+_WITHOUT_HOST = "set psrl.kv_host_bytes to 0"
+
+
+def _host_tier(config: Any) -> Iterator[Refusal]:
+    if config.pipeline_model_parallel_size > 1:
+        yield Refusal(
+            "pipeline_model_parallel_size", config.pipeline_model_parallel_size,
+            "stages interleave forwards and backwards; transfers to the host keep to the plan's order", _WITHOUT_HOST,
+        )  # fmt: skip
+    system = getattr(config, "sharing_system", "psrl")
+    if system != "psrl":
+        yield Refusal("sharing_system", system, "transfers to the host are psrl's own", _WITHOUT_HOST)
 
 
 def _model(config: Any) -> Iterator[Refusal]:
@@ -244,6 +261,14 @@ def _transformer(config: Any) -> Iterator[Refusal]:
         yield from _latents(config)
     if getattr(config, "num_moe_experts", None):
         yield from _experts(config)
+
+
+def _interleaving(config: Any, engine: Any) -> Iterator[Refusal]:
+    if engine.psrl.kv_host_bytes and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        yield Refusal(
+            "override_transformer_config.overlap_moe_expert_parallel_comm", True,
+            "it interleaves forwards and backwards; transfers to the host keep to the plan's order", _WITHOUT_HOST,
+        )  # fmt: skip
 
 
 def _latents(config: Any) -> Iterator[Refusal]:
