@@ -12,6 +12,7 @@
 #   MASTER_ADDR     address of the first node (default: the first of SLURM_JOB_NODELIST; needed for more than one node)
 #   MASTER_PORT     torchrun: port of the rendezvous there (default: 29500); ray: port of the cluster (default: 6379)
 #   RAY_ARGS        ray: further arguments of `ray start`, for example --num-gpus=2
+#   RAY_AUTH_MODE   ray: token or disabled (default: token on a node that has one, which must then be the same on all)
 #   TIMEOUT         ray: seconds to wait for the nodes (default: 600)
 #   PSRL_VENV       environment (default: .venv in the repository)
 #
@@ -77,34 +78,81 @@ reachable() {
     (exec 3<>"/dev/tcp/${1%:*}/${1##*:}") 2>/dev/null
 }
 
-run_ray() {
-    local address="$master:${MASTER_PORT:-6379}" timeout="${TIMEOUT:-600}"
-    local -a extra=()
-    read -r -a extra <<<"${RAY_ARGS:-}"
-    if [[ "$node_rank" != 0 ]]; then
-        until reachable "$address"; do
-            ((SECONDS < timeout)) || die "node $node_rank: no Ray cluster at $address within $timeout s"
-            sleep 2
-        done
-        "$bin/ray" start --address "$address" --block "${extra[@]}" && return
-        sleep 2
-        if reachable "$address"; then die "node $node_rank: Ray ended here, while $address is up"; fi
-        echo "launch_multinode: node $node_rank: the cluster has ended" >&2
-        return
+# Ray's first node asks for authentication where it finds a token, which every earlier cluster of `ray.init` leaves in
+# the home folder; those that join do not send theirs unless they are told to.
+set_authentication() {
+    if [[ -n "${RAY_AUTH_MODE:-}" ]]; then return; fi
+    if [[ -n "${RAY_AUTH_TOKEN:-}" || -e "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]]; then
+        export RAY_AUTH_MODE=token
     fi
-    "$bin/ray" start --head --node-ip-address "$master" --port "${address##*:}" --include-dashboard=false --block \
-        "${extra[@]}" &
-    local cluster=$! alive=0 code=0
-    # Ends this cluster's processes only.
-    # shellcheck disable=SC2064
-    trap "kill $cluster 2>/dev/null; wait $cluster 2>/dev/null || true" EXIT
+}
+
+started=()
+# Ends this script's processes; others of Ray on the machine live on (`ray stop` would end those too).
+end_started() {
+    local pid
+    for pid in "${started[@]}"; do kill "$pid" 2>/dev/null || true; done
+    for pid in "${started[@]}"; do wait "$pid" 2>/dev/null || true; done
+}
+
+# In the background, so that a signal reaches this script at once.
+start() {
+    "$@" &
+    started+=($!)
+}
+
+join_cluster() {
+    local address="$1" code=0 missed=0
+    shift
+    until reachable "$address"; do
+        ((SECONDS < timeout)) || die "node $node_rank: no Ray cluster at $address within $timeout s"
+        sleep 2
+    done
+    start "$bin/ray" start --address "$address" --disable-usage-stats --block "$@"
+    until [[ "$missed" == 3 ]]; do
+        if ! kill -0 "${started[0]}" 2>/dev/null; then break; fi
+        if reachable "$address"; then missed=0; else missed=$((missed + 1)); fi
+        sleep 2
+    done
+    if reachable "$address"; then
+        wait "${started[0]}" || code=$?
+        die "node $node_rank: Ray ended here (exit code $code) while $address is up. All nodes need the same" \
+            "RAY_AUTH_MODE and token, or RAY_AUTH_MODE=disabled"
+    fi
+    echo "launch_multinode: node $node_rank: the cluster has ended" >&2
+}
+
+start_cluster() {
+    local address="$1" alive=0
+    shift
+    start "$bin/ray" start --head --node-ip-address "$master" --port "${address##*:}" --include-dashboard=false \
+        --disable-usage-stats --block "$@"
     until [[ "$alive" -ge "$nnodes" ]]; do
-        kill -0 "$cluster" 2>/dev/null || die "Ray did not start on the first node"
+        kill -0 "${started[0]}" 2>/dev/null || die "Ray did not start on the first node"
         ((SECONDS < timeout)) || die "only $alive of $nnodes nodes joined $address within $timeout s"
         sleep 2
         if reachable "$address"; then alive="$(alive_nodes "$address")"; fi
     done
-    "$bin/psrl" train "$@" "+ray_kwargs.ray_init.address=$address" || code=$?
+}
+
+run_ray() {
+    local address="$master:${MASTER_PORT:-6379}" timeout="${TIMEOUT:-600}" code=0
+    local -a extra=()
+    read -r -a extra <<<"${RAY_ARGS:-}"
+    set_authentication
+    export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # drains Ray Serve, which no job has
+    trap end_started EXIT
+    # Waits for this script's end, whatever ends it, then for what it started, of which Ray's agents stay longest.
+    exec 4> >(exec setsid "$bin/python" -I -S "$repo/psrl/integrations/verl/reaper.py" $$ 10)
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    if [[ "$node_rank" != 0 ]]; then
+        join_cluster "$address" "${extra[@]}"
+        return
+    fi
+    start_cluster "$address" "${extra[@]}"
+    start "$bin/python" -m psrl.cli.main train "$@" "+ray_kwargs.ray_init.address=$address"
+    wait "${started[1]}" || code=$?
     return "$code"
 }
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from psrl.models.tiny_chat import make_tiny_chat
 from tests.helpers import jobs
 
 pytest.importorskip("textworld")
@@ -14,11 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    make_tiny_chat(folder / "model", hidden=32)
-    data = ["psrl.agents.dataset", "textworld", "--out", str(folder / "data"), "--train", "4", "--val", "1"]
-    jobs.launch(data, folder)
-    return folder
+    return jobs.make_assets(tmp_path_factory.mktemp("job"))
 
 
 def train(assets: Path, folder: Path, *overrides: str, **launch: Any) -> tuple[list[dict[str, float]], str]:

@@ -6,8 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from psrl.models.tiny_chat import make_tiny_chat
-from tests.helpers.jobs import launch, train
+from tests.helpers.jobs import make_assets, train
 
 pytest.importorskip("textworld")
 pytestmark = pytest.mark.slow
@@ -40,10 +39,7 @@ Run = tuple[list[dict[str, float]], Path]
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    make_tiny_chat(folder / "model", hidden=32)
-    launch(["psrl.agents.dataset", "textworld", "--out", str(folder / "data"), "--train", "4", "--val", "1"], folder)
-    return folder
+    return make_assets(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from psrl.integrations.verl.durable_checkpoint import MANIFEST, TRACKER
+from tests.helpers.jobs import REPOSITORY, free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "train_torchrun.py"
 MODEL = ["--model", "tiny-qwen2", "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1"]
 MAX_SECONDS = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(**values: object) -> dict[str, str]:

@@ -11,6 +11,7 @@ from psrl.cli.main import app
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, PSRLError
 from psrl.integrations.verl import train_job
+from psrl.integrations.verl.joined_cluster import fit_to_cluster
 from psrl.integrations.verl.train_config import OrchestratorConfig, split_settings, validate_job
 from psrl.integrations.verl.train_job import check_files, compose_job, find_config_dir, job_environment
 
@@ -242,6 +243,26 @@ def test_environment_of_a_job():
     }
     with pytest.raises(ConfigError, match=r"--config-name nothing: no such file .*cpu_quickstart"):
         job_environment(CONFIGS, "nothing", [])
+
+
+def test_a_job_that_joins_a_cluster(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "job" / "data").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="num_gpus=8 is less than the 16"):
+        validate_job(compose("cpu_quickstart", "trainer.n_gpus_per_node=16"))
+    validate_job(compose("cpu_quickstart", "trainer.n_gpus_per_node=16", "+ray_kwargs.ray_init.address=10.0.0.1:6379"))
+    alone, joining = (compose("cpu_quickstart", "job_dir=job", "data.val_files=[job/data, job/none]") for _ in "12")
+    fit_to_cluster(alone)
+    assert alone == joining and capsys.readouterr().out == ""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    fit_to_cluster(joining)
+    message = "psrl: joins the Ray cluster at 10.0.0.1:6379, which decides about num_cpus, num_gpus\n"
+    assert capsys.readouterr().out == message
+    assert joining.ray_kwargs.ray_init.num_cpus is joining.ray_kwargs.ray_init.num_gpus is None
+    assert joining.trainer.default_local_dir == f"{tmp_path}/job/checkpoints"
+    assert joining.data.val_files == [f"{tmp_path}/job/data", "job/none"]
+    assert joining.actor_rollout_ref.model.path == joining.critic.model.path == "job/model"  # no such folder: a hub's
 
 
 def test_configuration_folder(tmp_path, monkeypatch):

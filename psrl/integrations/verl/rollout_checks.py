@@ -6,6 +6,7 @@ import os
 
 from psrl.errors import ConfigError
 from psrl.integrations.verl.engine_checks import Get, check_count
+from psrl.integrations.verl.joined_cluster import cluster_address
 
 CPU_ROLLOUTS = ("hf",)
 ROLLOUTS = ("hf", "vllm", "sglang", "trtllm")
@@ -71,5 +72,5 @@ def _check_slots(get: Get, separate: bool) -> None:
         needed += check_count(get, f"{_KEY}.n_gpus_per_node") * check_count(get, f"{_KEY}.nnodes")
         what += f" and {_KEY}.n_gpus_per_node * {_KEY}.nnodes"
     there = get("ray_kwargs.ray_init.num_gpus")
-    if there is not None and there < needed:
+    if cluster_address(get) is None and there is not None and there < needed:
         raise ConfigError(f"ray_kwargs.ray_init.num_gpus={there} is less than the {needed} of {what}")

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from psrl.errors import ConfigError, PSRLError
 from psrl.integrations.verl.durable_checkpoint import find_latest
+from psrl.integrations.verl.joined_cluster import fit_to_cluster
 from psrl.integrations.verl.reaper import reap_after_this_process
 from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, job_settings, plain, validate_job
 
@@ -148,7 +149,9 @@ def run_job(
     if check_weights is not None:
         _check_model_weights(config, check_weights)
     with open_dict(config):
-        OmegaConf.update(config, f"{_ENVIRONMENT}.{PLUGIN_VARIABLE}", os.environ[PLUGIN_VARIABLE], force_add=True)
+        for name in (PLUGIN_VARIABLE, CONFIG_DIR_VARIABLE):
+            OmegaConf.update(config, f"{_ENVIRONMENT}.{name}", os.environ[name], force_add=True)
+    fit_to_cluster(config)
     with reap_after_this_process():
         _run(config)
 
