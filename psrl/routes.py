@@ -3,7 +3,8 @@
 Each token gets the id of its route, which goes into the prefix tree with its token id and position. Two routes are the
 same where every layer has the same experts, in whatever order they are listed: a layer adds up its experts' outputs.
 
-Shape legend: N tokens of all samples, S samples, U unique tokens, R distinct routes, L layers, K experts of a token.
+Shape legend: N tokens of all samples, S samples, U unique tokens, R distinct routes, L layers that have
+experts, K experts of a token.
 """
 
 from __future__ import annotations

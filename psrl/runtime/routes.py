@@ -1,12 +1,12 @@
 """Experts of a session's tokens that routers replay, or record.
 
 Shape legend: U unique tokens of the plan, T tokens of a micro-batch that a router of this rank sees, L layers of the
-model, K experts of a token.
+model that have experts, K experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,13 @@ class TokenRoutes:
         self.is_recording = is_recording
 
     @classmethod
-    def replaying(cls, experts_ULK: ExpertArray, layers: Sequence[int], device: torch.device) -> TokenRoutes:
+    def replaying(cls, experts_ULK: ExpertArray, layers: Mapping[int, int], device: torch.device) -> TokenRoutes:
         """
         Args:
-            layers: numbers of this rank's expert layers.
+            layers: index in L by the number of the layer; this rank's.
         """
         num_tokens, _, topk = experts_ULK.shape
-        by_layer = {layer: to_device(experts_ULK[:, layer - 1], device) for layer in layers}
+        by_layer = {layer: to_device(experts_ULK[:, index], device) for layer, index in layers.items()}
         return cls(by_layer, (num_tokens, topk), device, is_recording=False)
 
     @classmethod
@@ -67,25 +67,26 @@ class TokenRoutes:
         known = self._experts_UK[layer]
         known[unique_T] = experts_TK.to(known.dtype)
 
-    def joined(self, num_layers: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    def joined(self, layers: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> Tensor:
         """[U, L, K] int16 on the host: what all ranks have recorded. Collective over every group in turn.
 
         Args:
+            layers: numbers of the model's expert layers.
             groups: ranks with other layers (pipeline stages) or other tokens (sequence and context parallel).
 
         Raises:
             PlanError: a token has no route in some layer.
         """
         num_tokens, topk = self._size
-        out_ULK = torch.empty((num_tokens, num_layers, topk), dtype=torch.int16)
-        for index in range(num_layers):
-            own_UK = self._experts_UK.get(index + 1)
+        out_ULK = torch.empty((num_tokens, len(layers), topk), dtype=torch.int16)
+        for index, layer in enumerate(layers):
+            own_UK = self._experts_UK.get(layer)
             if own_UK is None:
                 own_UK = torch.full(self._size, NATIVE, device=self._device)
             experts_UK = own_UK[: self._size[0]].int()  # neither gloo nor NCCL takes int16
             for group in groups:
                 dist.all_reduce(experts_UK, op=dist.ReduceOp.MAX, group=group)
             if int(experts_UK.min()) == NATIVE:
-                raise PlanError(f"layer {index + 1}: the experts of some tokens were not recorded")
+                raise PlanError(f"layer {layer}: the experts of some tokens were not recorded")
             out_ULK[:, index] = experts_UK
         return out_ULK

@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from verl.workers.config.engine import EngineRouterReplayConfig
 
 from psrl.config import PSRLConfig
 from psrl.errors import UnsupportedError
@@ -22,6 +23,7 @@ from tests.helpers.forests import FORESTS, step_rows, tree_rows
 from tests.helpers.parallel import Job, Layout, reference, run_job
 from tests.helpers.parallel_checks import check_job
 from tests.helpers.ranks import RankPool
+from tests.helpers.routes import routed_rows
 
 YARN = {
     "rope_type": "yarn",
@@ -190,6 +192,62 @@ def test_parallel_layouts(pool, checkpoint, name):
         for report in result.reports.values():
             assert report.kv_bytes_measured == report.stats.kv_bytes_peak
     assert any(result.reports[job.budgets[0]].kv_bytes_measured > 0 for result in results)
+
+
+@pytest.mark.parametrize("forest", ["small-tree", *(pytest.param(name, marks=pytest.mark.slow) for name in FORESTS)])
+def test_float32(checkpoint, worker, forest):
+    """The precision of jobs, against transformers in float64."""
+    rows, loss_fn = {**FORESTS, **SMALL}[forest](), ppo_loss_fn(entropy_coeff=0.1)
+    truth = hf_truth(checkpoint("yarn"), rows, loss_fn, calculate_entropy=True, wide=True)
+    for budget in (3, 1000):
+        engine = worker("yarn", dtype="float32")
+        outcome = run_update(engine, rows, loss_fn, max_tokens=budget, dtype=torch.float32, calculate_entropy=True)
+        check_equal(outcome, truth, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp-pp", "pp-cp-ep"])
+def test_parallel_layouts_in_float32(pool, checkpoint, name):
+    layout, engine = LAYOUTS[name]
+    rows = tree_rows(depth=2)[:4]
+    job = Job(
+        checkpoint(layers=4),
+        [rows],
+        budgets=(max(1, 4 // layout.cp), 1000),
+        dtype="float32",
+        lr=1e-4,
+        engine={"override_transformer_config": ROUTERS, **engine},
+    )
+    check_job(job, pool.run(run_job, job, layout), reference(job, "latents in float32"), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vpp-ep", "pp-cp-ep"])
+def test_parallel_layouts_with_replayed_routes(pool, checkpoint, name):
+    """Routes that part within samples; the first of four layers is dense, and in ``vpp-ep`` alone in its chunk."""
+    layout, engine = LAYOUTS[name]
+    dp = 4 // (layout.tp * layout.pp * layout.cp)
+    rows = routed_rows(tree_rows(depth=2)[:4], layers=3, experts=8, topk=4, parts_at=3)
+    size = len(rows) // dp
+    job = Job(
+        checkpoint(layers=4),
+        [rows[i * size : (i + 1) * size] for i in range(dp)],
+        budgets=(max(1, 4 // layout.cp), 1000),
+        engine={
+            "override_transformer_config": ROUTERS,
+            "router_replay": EngineRouterReplayConfig(mode="R2"),
+            **engine,
+        },
+        record=True,
+    )
+    want = reference(job, "latents with routes")
+    results = pool.run(run_job, job, layout)
+    check_job(job, results, want, 1e-9)
+    recording = [result for result in results if result.routes]
+    assert {result.dp_rank for result in recording} == set(range(dp))
+    for result in recording:
+        for got, wanted in zip(result.routes, want.routes[result.dp_rank * size :][:size], strict=True):
+            assert torch.equal(got, wanted)
 
 
 @pytest.mark.slow

@@ -101,6 +101,55 @@ def test_recorded_routes_are_those_of_every_sample_by_itself(checkpoint):
     check_equal(replayed, update(engine, without_routes(rows), 5))
 
 
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    """Sigmoid routers with biases that choose among groups; the first of three layers is dense."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("mla"), "deepseek_v3", layers=3, kv_heads=4, experts=8)
+    return lambda: folder
+
+
+ROUTERS = {"moe_router_bias_update_rate": 0.0, "moe_router_dtype": "fp64"}
+"""Biases stay as they are from update to update; routes do not depend on the micro-batch's rounding."""
+
+
+@pytest.mark.parametrize(("mode", "layers"), [("R2", 2), ("R3", 3)])
+def test_latents_and_a_dense_layer(deepseek, mode, layers):
+    """A rollout may also have routes of the dense layer, which mean nothing and may differ."""
+    rows = tree_rows(depth=2)
+    agree = routed_rows(rows, layers=layers, experts=8, topk=4)
+    part = routed_rows(rows, layers=layers, experts=8, topk=4, parts_at=3)
+    if layers == 3:
+        for index, row in enumerate(agree):
+            row.routed_experts[:, 0] = index % 8
+    options = {"override_transformer_config": ROUTERS}
+    alone = worker(deepseek, mode, sharing=False, **options)
+    wanted_agree, wanted_part = update(alone, agree), update(alone, part)
+    shared = worker(deepseek, mode, sharing=True, **options)
+    native = update(shared, rows)
+    assert max(relative_errors(native.grads, wanted_agree.grads).values()) > 0.1
+    for budget in (3, 1000):
+        outcome = update(shared, agree, budget)
+        check_equal(outcome, wanted_agree)
+        assert outcome.report.stats.unique_tokens == native.report.stats.unique_tokens
+        outcome = update(shared, part, budget)
+        check_equal(outcome, wanted_part)
+        assert outcome.report.stats.unique_tokens > native.report.stats.unique_tokens
+
+
+def test_routes_recorded_beside_a_dense_layer(deepseek):
+    rows = tree_rows(depth=2)
+    batch = batch_tensordict(rows, max_tokens=30, enable_routing_replay=True)
+    options = {"override_transformer_config": ROUTERS}
+    wanted = worker(deepseek, "R2", sharing=False, **options).infer_batch(batch)["routed_experts"].unbind()
+    assert [x.shape for x in wanted] == [(len(row.input_ids), 2, 4) for row in rows]
+    engine = worker(deepseek, "R2", sharing=True, **options)
+    for got, want in zip(engine.infer_batch(batch)["routed_experts"].unbind(), wanted, strict=True):
+        assert torch.equal(got, want)
+    for row, experts in zip(rows, wanted, strict=True):
+        row.routed_experts = experts
+    check_equal(update(engine, rows, 5), update(engine, without_routes(rows), 5))
+
+
 def test_rollouts_may_know_less_than_all_tokens(checkpoint):
     """No route of the last token; zeros, the same expert twice, behind the last generation."""
     rows = routed_rows(step_rows(num_groups=1), layers=LAYERS)
@@ -147,7 +196,7 @@ def test_losses_and_statistics_of_routers_that_replay(checkpoint, mode):
     assert len(biases) == LAYERS and all(bias.abs().max() > 0 for bias in biases)
 
 
-CONFIG = SimpleNamespace(num_layers=LAYERS, moe_router_topk=2, num_moe_experts=4)
+CONFIG = SimpleNamespace(num_layers=LAYERS, moe_layer_freq=1, moe_router_topk=2, num_moe_experts=4)
 
 
 def read(rows, mode="R2", forward_only=False, config=CONFIG, **batch):

@@ -108,14 +108,7 @@ def test_parallel_layouts_and_experts_are_supported():
     for mode in ("R2", "R3"):
         engine_config = engine(router_replay=EngineRouterReplayConfig(mode=mode))
         check_supported(changed(transformer(), **replaying), engine_config, model(experts))
-
-
-def test_router_replay_with_latent_attention_is_refused():
-    config = changed(transformer(), **EXPERTS, **LATENTS)
-    for mode in ("R2", "R3"):
-        options = engine(router_replay=EngineRouterReplayConfig(mode=mode))
-        with pytest.raises(UnsupportedError, match=f"router_replay.mode='{mode}'.*latent attention"):
-            check_supported(config, options, model(DeepseekV3Config()))
+        check_supported(changed(transformer(), **replaying, **LATENTS), engine_config, model(DeepseekV3Config()))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,13 @@ def needs_loads(config: Any) -> bool:
     return any(kind == "aux_loss" and coeff > 0 for kind, coeff in zip(kinds, coefficients, strict=True))
 
 
+def expert_layer_numbers(config: Any) -> tuple[int, ...]:
+    """Of the model, from 1; the other layers are dense."""
+    frequency = config.moe_layer_freq
+    has_experts = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
+    return tuple(number for number, is_expert in enumerate(has_experts, start=1) if is_expert)
+
+
 def replays_routes(config: Any) -> bool:
     """Whether routers may be told which experts to use, or be asked which they used."""
     return bool(config.moe_enable_routing_replay)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psrl.cost import LatentShape, ModelShape
+from psrl.integrations.megatron.router_options import expert_layer_numbers
 
 
 def model_shape(config: Any, output_size: int) -> ModelShape:
@@ -52,7 +53,5 @@ def _visited_ffn_size(config: Any) -> int:
     if not config.num_moe_experts:
         return config.ffn_hidden_size
     visited = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
-    frequency = config.moe_layer_freq
-    is_expert = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
-    share = sum(is_expert) / config.num_layers
+    share = len(expert_layer_numbers(config)) / config.num_layers
     return round(share * visited + (1 - share) * config.ffn_hidden_size)

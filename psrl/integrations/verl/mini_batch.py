@@ -19,6 +19,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from psrl.cache import CacheBytes
 from psrl.integrations.megatron.passes import replica_groups, run_plan, shared_plan_group
+from psrl.integrations.megatron.router_options import expert_layer_numbers
 from psrl.integrations.verl.batch import RowSelector
 from psrl.integrations.verl.batch_plans import BatchPlans
 from psrl.integrations.verl.loss_scope import log_extra_forward, resolve_loss_scope
@@ -199,12 +200,15 @@ class MiniBatchRun:
             )
         if self._plans.routes is None:
             return None
-        return TokenRoutes.replaying(unique_experts(self._plans.routes, self._tree), layers, device)
+        index = {layer: index for index, layer in enumerate(expert_layer_numbers(self._engine.tf_config))}
+        own = {layer: index[layer] for layer in layers}
+        return TokenRoutes.replaying(unique_experts(self._plans.routes, self._tree), own, device)
 
     def _recorded_experts(self) -> Tensor:
         """Collective over the ranks of the replica."""
         assert self._token_routes is not None
-        experts_ULK = self._token_routes.joined(self._engine.tf_config.num_layers, replica_groups())
+        layers = expert_layer_numbers(self._engine.tf_config)
+        experts_ULK = self._token_routes.joined(layers, replica_groups())
         return sample_experts(experts_ULK, self._tree.index_N, self._samples.cu_seqlens)
 
     # ----------------------------------------------------------------------------------------------------- plans

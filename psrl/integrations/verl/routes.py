@@ -1,6 +1,6 @@
 """Router replay as veRL asks for it: routes that come with a batch (R2, R3), and routes that are recorded for one (R2).
 
-Shape legend: N tokens of all samples, S samples, L layers, K experts of a token.
+Shape legend: N tokens of all samples, S samples, L layers that have experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from psrl.errors import InputError
+from psrl.integrations.megatron.router_options import expert_layer_numbers
 from psrl.routes import ExpertArray, SampleRoutes, number_routes
 from psrl.types import BoolArray, IntArray, SampleBatch
 
 FIELD = "routed_experts"
-"""Jagged [S, tokens, L, K]."""
+"""Jagged [S, tokens, L, K]; of a rollout also with the dense layers, whose entries mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,7 @@ def replayed_routes(task: RouteTask, data: TensorDict, samples: SampleBatch, con
         return None
     if not task.experts.is_nested:
         raise InputError(f"{FIELD} must be jagged, got {tuple(task.experts.shape)}")
-    experts_NLK = _aligned(task, samples)
-    wanted = (config.num_layers, config.moe_router_topk)
-    if experts_NLK.shape[1:] != wanted:
-        raise InputError(
-            f"{FIELD} has {experts_NLK.shape[1]} layers of {experts_NLK.shape[2]} experts a token, the model "
-            f"{wanted[0]} of {wanted[1]}"
-        )
+    experts_NLK = _of_expert_layers(_aligned(task, samples), config)
     is_replayed_N = _replay_mask(data, samples) if task.is_rollout else np.ones(samples.num_tokens, dtype=bool)
     routes = number_routes(experts_NLK, is_replayed_N)
     bad_R = ((routes.table_RLK < 0) | (routes.table_RLK >= config.num_moe_experts)).any(axis=(1, 2))
@@ -89,6 +84,18 @@ def replayed_routes(task: RouteTask, data: TensorDict, samples: SampleBatch, con
             f"of the model's {config.num_moe_experts}"
         )
     return routes
+
+
+def _of_expert_layers(experts_NLK: ExpertArray, config: Any) -> ExpertArray:
+    """As upstream tells them apart: routes have as many layers as the model, or as it has with experts."""
+    layers = expert_layer_numbers(config)
+    num_layers, topk = experts_NLK.shape[1:]
+    if num_layers not in (len(layers), config.num_layers) or topk != config.moe_router_topk:
+        raise InputError(
+            f"{FIELD} has {num_layers} layers of {topk} experts a token, the model {len(layers)} of "
+            f"{config.moe_router_topk}"
+        )
+    return experts_NLK if num_layers == len(layers) else experts_NLK[:, [layer - 1 for layer in layers]]
 
 
 def _aligned(task: RouteTask, samples: SampleBatch) -> ExpertArray:

@@ -322,7 +322,5 @@ def _replay(config: Any, engine: Any) -> Iterator[Refusal]:
             )  # fmt: skip
     elif not getattr(config, "num_moe_experts", None):
         yield Refusal("router_replay.mode", mode, "the model has no experts", "set it to disabled")
-    elif config.multi_latent_attention:
-        yield Refusal("router_replay.mode", mode, "not built yet for latent attention", "set it to disabled")
     elif config.moe_router_fusion:
         yield Refusal(key + "moe_router_fusion", True, "the fused router takes no routes", "set it to False")
