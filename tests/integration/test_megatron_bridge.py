@@ -70,6 +70,7 @@ LORA = {"type": "lora", "rank": 3, "alpha": 6, "dropout": 0.0, "merge": False}
 TARGETS = {
     "all": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "no-grad-in-first-keys": ["linear_proj"],
+    "attention": ["linear_qkv", "linear_proj"],
     "last-layer": ["*.layers.1.*.linear_fc1", "*.layers.1.*.linear_qkv"],
 }
 
@@ -95,6 +96,8 @@ def lora_worker(folder, targets, psrl=None, **options):
         ("qwen3", "no-grad-in-first-keys", None),
         ("qwen3", "last-layer", None),
         ("qwen3", "last-layer", "full"),
+        ("qwen3_moe", "attention", None),
+        ("qwen3_moe", "attention", "full"),
     ],
 )
 def test_gradients_of_adapters(checkpoint, kind, targets, recompute):

@@ -43,6 +43,8 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(), engine(), model(MistralConfig(sliding_window=None)))
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
     check_supported(transformer(), engine(), model(lora={"rank": 8, "type": "lora", "dropout": 0.0}))
+    attention = {"rank": 8, "target_modules": ["linear_qkv", "*.layers.0.*.linear_proj"]}
+    check_supported(transformer(), engine(), model(Qwen3MoeConfig(norm_topk_prob=True), lora=attention))
 
 
 def test_a_host_tier_needs_the_plans_order():
@@ -223,7 +225,15 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
         ("model.lora_rank=8", model(lora_rank=8)),
         ("model.lora.dropout=0.1", model(lora={"rank": 8, "dropout": 0.1})),
         ("model.lora.type='dora'", model(lora={"rank": 8, "type": "dora"})),
-        ("model.lora.rank=8", model(Qwen3MoeConfig(norm_topk_prob=True), lora={"rank": 8})),
+        (
+            r"model.lora.target_modules=\['linear_fc1', 'linear_fc2'\] .*TransformerEngine's grouped layers only",
+            model(Qwen3MoeConfig(norm_topk_prob=True), lora={"rank": 8}),
+        ),
+        (
+            r"model.lora.target_modules=\['router'\]",
+            model(Qwen3MoeConfig(norm_topk_prob=True), lora={"rank": 8, "target_modules": ["router", "*.linear_qkv"]}),
+        ),
+        ("model.lora.rank=8 .*DeepSeek-V3 has not been run", model(DeepseekV3Config(), lora={"rank": 8})),
         ("model_type 'gemma'", model(GemmaConfig())),
     ],
 )

@@ -24,6 +24,11 @@ _SILU = ("silu", "swish")
 """Names of the one activation that the bridges build, whatever the configuration says."""
 
 
+_LORA_ATTENTION = ("linear_qkv", "linear_proj")
+_LORA_TARGETS = (*_LORA_ATTENTION, "linear_fc1", "linear_fc2")
+"""Where adapters are unless ``model.lora.target_modules`` says otherwise."""
+
+
 class Refusal(NamedTuple):
     option: str
     """As users write it."""
@@ -204,8 +209,21 @@ def lora_refusals(lora: Mapping[str, Any], model_type: str) -> Iterator[Refusal]
         yield Refusal("lora.type", kind, "not tested", "set it to lora")
     if lora.get("dropout", 0.0):
         yield Refusal("lora.dropout", lora["dropout"], _ONE_SAMPLE, "set it to 0.0")
-    if model_type in ("qwen3_moe", "deepseek_v3"):
-        yield Refusal("lora.rank", lora["rank"], "adapters of experts and latents are not tested", "set it to 0")
+    targets = lora.get("target_modules") or _LORA_TARGETS
+    beyond = [target for target in targets if target.rpartition(".")[2] not in _LORA_ATTENTION]
+    if model_type == "qwen3_moe" and beyond:
+        yield Refusal(
+            "lora.target_modules", beyond,
+            "of experts, Megatron-Bridge adapts TransformerEngine's grouped layers only, which have not been run",
+            "adapt linear_qkv and linear_proj",
+        )  # fmt: skip
+    if model_type == "deepseek_v3":
+        yield Refusal(
+            "lora.rank",
+            lora["rank"],
+            "Megatron-Bridge has them, whose DeepSeek-V3 has not been run",
+            "set it to 0",
+        )
 
 
 def _sliding_window(hf: Any) -> str | None:
