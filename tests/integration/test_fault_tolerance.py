@@ -7,21 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from psrl.integrations.verl.durable_checkpoint import find_latest
-from psrl.integrations.verl.reaper import descendants, list_processes
-from psrl.models.tiny_chat import make_tiny_chat
+from tests.helpers.jobs import REPOSITORY, Job, assert_gone, make_assets, start_training
 
 pytest.importorskip("textworld")
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_SECONDS = 900
 STEPS = 4
 SETTINGS = [
     "data.train_batch_size=2",
@@ -41,90 +36,19 @@ SAME = ("actor/loss", "actor/entropy_loss", "actor/kl_loss", "actor/grad_norm", 
 UPDATE, SAVE = "WorkerDict.*update_actor", "WorkerDict.*save_checkpoint"
 
 
-class Job(NamedTuple):
-    process: subprocess.Popen[bytes]
-    folder: Path
-
-    def steps(self) -> dict[int, dict[str, float]]:
-        """Metrics by step."""
-        file = self.folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return {row["step"]: row["data"] for row in rows}
-
-    def output(self) -> str:
-        return (self.folder / "job.log").read_text(errors="replace")
-
-    def processes(self, pattern: str) -> list[int]:
-        """The job's processes whose command line, which Ray sets to what runs there, has the pattern."""
-        return sorted(
-            pid for pid in descendants(self.process.pid, list_processes()) if re.search(pattern, command(pid))
-        )
-
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + MAX_SECONDS
-        while not condition():
-            assert self.process.poll() is None, f"the job ended before {what}: {self.output()[-4000:]}"
-            assert time.monotonic() < deadline, f"no {what} in {MAX_SECONDS} seconds: {self.output()[-4000:]}"
-            time.sleep(0.01)
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-    except OSError:  # it ended
-        return ""
-
-
 def start(assets: Path, folder: Path, *overrides: str) -> Job:
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
-    kept = {k: v for k, v in os.environ.items() if k not in ("VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM")}
-    with (folder / "job.log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                sys.executable, "-m", "psrl.cli.main", "train", "--config-name", "cpu_quickstart", f"job_dir={assets}",
-                "trainer.logger=[console,file]", f"trainer.default_local_dir={folder}/checkpoints",
-                f"trainer.total_training_steps={STEPS}", *SETTINGS, *overrides,
-            ],
-            cwd=folder,
-            env={
-                **kept,
-                "PYTHONPATH": str(REPOSITORY),
-                "OMP_NUM_THREADS": "1",
-                "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-            },
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-    return Job(process, folder)
-
-
-def finish(job: Job) -> int:
-    """The exit code of a job, which is ended if it does not end."""
-    try:
-        return job.process.wait(timeout=MAX_SECONDS)
-    finally:
-        if job.process.poll() is None:
-            os.killpg(job.process.pid, signal.SIGKILL)
+    return start_training(assets, folder, f"trainer.total_training_steps={STEPS}", *SETTINGS, *overrides)
 
 
 def whole(assets: Path, folder: Path, *overrides: str) -> Job:
     job = start(assets, folder, *overrides)
-    assert finish(job) == 0, job.output()[-8000:]
+    assert job.finish() == 0, job.output()[-8000:]
     return job
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    make_tiny_chat(folder / "model", hidden=32)
-    subprocess.run(
-        [sys.executable, "-m", "psrl.agents.dataset", "textworld", "--out", str(folder / "data"), "--train", "4",
-         "--val", "1"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=True, timeout=MAX_SECONDS,
-    )  # fmt: skip
-    return folder
+    return make_assets(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +68,11 @@ def assert_same_steps(got: dict[int, dict[str, float]], want: dict[int, dict[str
             assert metrics[name] == pytest.approx(want[step][name], rel=1e-5, abs=1e-9), (step, name)
 
 
-def go_on(assets: Path, job: Job, want: dict[int, dict[str, float]]) -> str:
+def go_on(assets: Path, job: Job, want: dict[int, dict[str, float]], *overrides: str) -> str:
     """Start the job again; its output."""
     latest = find_latest(job.folder / "checkpoints").folder
     assert latest is not None
-    again = whole(assets, job.folder)
+    again = whole(assets, job.folder, *overrides)
     assert f"psrl: resumed from {latest}" in again.output()
     assert_same_steps(again.steps(), want, first=int(latest.name.removeprefix("global_step_")) + 1)
     return again.output()
@@ -156,7 +80,7 @@ def go_on(assets: Path, job: Job, want: dict[int, dict[str, float]]) -> str:
 
 def kill(job: Job, pid: int) -> set[int]:
     """The processes of the job, before one is killed."""
-    processes = set(descendants(job.process.pid, list_processes()))
+    processes = set(job.processes())
     os.kill(pid, signal.SIGKILL)
     return processes
 
@@ -164,18 +88,11 @@ def kill(job: Job, pid: int) -> set[int]:
 def error_line(job: Job, seconds: float) -> str:
     """What a job that lost a process says, at its end within ``seconds``."""
     began = time.monotonic()
-    assert finish(job) == 1
+    assert job.finish() == 1
     assert time.monotonic() - began < seconds
     lines = [line for line in job.output().splitlines() if line.startswith("psrl: error: ")]
     assert len(lines) == 1
     return lines[0]
-
-
-def assert_gone(processes: set[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while left := processes & list_processes().keys():
-        assert time.monotonic() < deadline, {pid: command(pid) for pid in left}
-        time.sleep(0.2)
 
 
 def test_a_worker_killed_in_the_update(assets, uninterrupted, tmp_path):
@@ -240,9 +157,46 @@ def test_a_half_written_checkpoint_is_left_out(assets, uninterrupted, tmp_path):
     os.truncate(shard, shard.stat().st_size // 2)
     reason = f"{last}: actor/optimizer/dist_ckpt/{shard.name} has {shard.stat().st_size:,} bytes"
     named = start(assets, tmp_path / "run", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={last}")
-    assert finish(named) == 2
+    assert named.finish() == 2
     assert f"psrl: error: trainer.resume_from_path: {reason}" in named.output()
     assert f"psrl: not resumed from: {reason}" in go_on(assets, job, uninterrupted)
+
+
+APART = ("trainer.v1.trainer_mode=psrl_separate_async", "trainer.v1.separate_async.num_warmup_batches=0")
+"""Every rollout waits for the weights of the step before: two jobs are alike in this mode too."""
+
+
+def test_a_worker_killed_in_the_update_of_separate_async(assets, tmp_path):
+    want = whole(assets, tmp_path / "uninterrupted", *APART).steps()
+    assert sorted(want) == [1, 2, 3, 4]
+    job = start(assets, tmp_path / "run", *APART)
+    job.wait_for(lambda: len(job.steps()) == 2 and job.processes(UPDATE), "the update of step 3")
+    worker = job.processes(UPDATE)[0]
+    processes = kill(job, worker)
+    line = error_line(job, seconds=60)
+    assert re.search(rf"the training worker of rank [01] \(pid {worker} on [\d.]+\) died: killed, out of memory", line)
+    assert f"The last whole checkpoint is {job.folder}/checkpoints/global_step_2: start the job again" in line
+    assert_gone(processes, seconds=60)
+    go_on(assets, job, want, *APART)
+
+
+@pytest.mark.parametrize("mode", ["psrl_separate_async", "psrl_colocate_async"])
+def test_rollouts_that_run_ahead_go_on_from_the_checkpoint(assets, uninterrupted, tmp_path, mode):
+    """Which weights they are drawn from is a matter of time: step, schedule and prompts are those of the checkpoint."""
+    overrides = (f"trainer.v1.trainer_mode={mode}",)
+    job = start(assets, tmp_path / "run", *overrides)
+    job.wait_for(lambda: len(job.steps()) == 2 and job.processes(UPDATE), "the update of step 3")
+    kill(job, job.processes(UPDATE)[0])
+    assert f"The last whole checkpoint is {job.folder}/checkpoints/global_step_2" in error_line(job, seconds=60)
+    again = whole(assets, job.folder, *overrides, f"trainer.rollout_data_dir={job.folder}/dump")
+    assert f"psrl: resumed from {job.folder}/checkpoints/global_step_2" in again.output()
+    steps = again.steps()
+    assert sorted(steps) == [3, 4]
+    for step, metrics in steps.items():
+        assert metrics["actor/lr"] == uninterrupted[step]["actor/lr"]
+    # Two prompts were under way when the checkpoint was written, fetched in step 2.
+    dumped = [json.loads(line) for step in steps for line in (job.folder / "dump" / f"{step}.jsonl").open()]
+    assert {"00000002-000000", "00000002-000001"} <= {row["uid"].split("_")[0] for row in dumped}
 
 
 def test_a_worker_without_the_plugin_fails_at_once(tmp_path):
