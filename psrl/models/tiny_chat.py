@@ -32,12 +32,17 @@ def make_tiny_chat(
     heads: int = 4,
     kv_heads: int = 2,
     vocab_size: int = 512,
+    experts: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write a seeded random Qwen2 model (float32) and its tokenizer; returns the folder."""
+    """Write a seeded random model (float32) and its tokenizer; returns the folder.
+
+    Args:
+        experts: of each layer, of which a token visits two (Qwen3-MoE); 0: none (Qwen2).
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +59,12 @@ def make_tiny_chat(
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token=SPECIAL_TOKENS[2], pad_token=SPECIAL_TOKENS[0], chat_template=CHAT_TEMPLATE
     )
-    config = Qwen2Config(
+    config_cls, model_cls = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen2Config, Qwen2ForCausalLM)
+    extra: dict[str, Any] = {}
+    if experts:
+        extra = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * hidden}
+        extra |= {"norm_topk_prob": True, "head_dim": hidden // heads}
+    config = config_cls(
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -66,10 +76,11 @@ def make_tiny_chat(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         tie_word_embeddings=False,
+        **extra,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
+        model = model_cls(config).float()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
@@ -80,9 +91,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default 64)")
     parser.add_argument("--layers", type=int, default=2, help="layers (default 2)")
+    parser.add_argument("--experts", type=int, default=0, help="experts of a layer (default 0: a dense model)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
     options = parser.parse_args()
-    print(make_tiny_chat(options.folder, hidden=options.hidden, layers=options.layers, seed=options.seed))
+    sizes = {"hidden": options.hidden, "layers": options.layers, "experts": options.experts}
+    print(make_tiny_chat(options.folder, **sizes, seed=options.seed))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psrl.errors import InputError, UnsupportedError
+from psrl.models.stacked_experts import one_by_one
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -132,7 +133,7 @@ def _wanted_shapes(config: Any, path: Path) -> dict[str, tuple[int, ...]]:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except Exception as error:  # whatever a size that makes no sense leads to
         raise InputError(f"{path}: no model can be built of it: {error}") from error
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in one_by_one(model.state_dict())}
 
 
 def _check_tied(path: Path, stored: Mapping[str, _Stored]) -> None:

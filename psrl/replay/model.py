@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 from psrl.errors import InputError, UnsupportedError
 from psrl.integrations.verl.support import check_model
 from psrl.models import NAMED_MODELS
+from psrl.models.stacked_experts import one_by_one
 from psrl.replay.checkpoint import INDEX
 from psrl.replay.options import TINY_EXPERTS, TINY_MODELS, TinyModel
 
@@ -144,21 +145,8 @@ def make_random_model(kind: str, sizes: TinyModel, vocab_size: int, seed: int, m
         model = model_cls(config).float()
     config.architectures = [model_cls.__name__]
     config.save_pretrained(path)
-    weights = dict(_one_by_one(model.state_dict()))
+    weights = dict(one_by_one(model.state_dict()))
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def _one_by_one(weights: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Experts as checkpoints name them, one matrix each; transformers stacks them in memory."""
-    for name, weight in weights.items():
-        stem, _, kind = name.rpartition(".mlp.experts.")
-        if not stem:
-            yield name, weight
-            continue
-        for index, matrix in enumerate(weight):
-            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
-            for part, value in [(kind, matrix)] if kind == "down_proj" else parts:
-                yield f"{stem}.mlp.experts.{index}.{part}.weight", value.contiguous()
 
 
 def make_placeholder_tokenizer(path: Path) -> None:

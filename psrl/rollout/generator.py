@@ -20,6 +20,7 @@ from psrl.errors import ConfigError, InputError, RolloutError
 from psrl.rollout.kv_buffer import KVBuffer, last_hidden_states
 from psrl.rollout.prefix_cache import PrefixCache, TokenIds, common_length
 from psrl.rollout.requests import ABORTED, LENGTH, STOP, Generation, GeneratorStats, Request, Row
+from psrl.rollout.routes import RouteCollector
 from psrl.rollout.sampling import Noise, SamplingParams, sample_tokens
 from psrl.rollout.weights import WeightUpdate
 
@@ -39,6 +40,7 @@ class Generator:
         max_model_len: int | None = None,
         max_prefill_tokens: int = 4096,
         prefix_cache_bytes: int = 1 << 30,
+        record_routes: bool = False,
         seed: int = 0,
     ) -> None:
         """
@@ -49,6 +51,7 @@ class Generator:
             max_model_len: most tokens of a prompt and its response; None: the model's ``max_position_embeddings``.
             max_prefill_tokens: most prompt tokens of a forward pass, padding included (a request alone may have more).
             prefix_cache_bytes: budget of kept prefixes; 0 keeps none.
+            record_routes: answer with the experts of every token.
             seed: with a request's id and prompt, what its random numbers derive from.
         """
         for name, value in (("max_num_seqs", max_num_seqs), ("max_prefill_tokens", max_prefill_tokens)):
@@ -59,7 +62,7 @@ class Generator:
         self.stats = GeneratorStats()
         self._eos = frozenset(eos_token_ids)
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_prefill_tokens, seed
-        self._buffer = KVBuffer.for_config(model.config, model.dtype)
+        self._buffer = KVBuffer.for_config(model.config, model.dtype, RouteCollector(model) if record_routes else None)
         self._cache = PrefixCache(prefix_cache_bytes)
         self._waiting: deque[Request] = deque()
         self._rows: list[Row] = []
@@ -123,7 +126,7 @@ class Generator:
 
     def abort_all(self) -> dict[int, Generation]:
         """End every request with what it has; those that have not begun have no tokens."""
-        aborted = {row.request.handle: self._finish(row, ABORTED) for row in self._rows}
+        aborted = {row.request.handle: self._finish(index, ABORTED) for index, row in enumerate(self._rows)}
         aborted |= {request.handle: Generation([], [], ABORTED, 0) for request in self._waiting}
         self._rows.clear()
         self._waiting.clear()
@@ -194,7 +197,7 @@ class Generator:
             start = 0
             for piece in self._cache.match(request.prompt[:-1]):
                 self._buffer.write(row, start, piece)
-                start += piece.shape[3]
+                start += piece[0].shape[-2]
             starts.append(start)
         hidden = self._run_prompts([request.prompt for request in wave], starts, first_row)
         for row, (request, start) in enumerate(zip(wave, starts, strict=True), start=first_row):
@@ -256,7 +259,7 @@ class Generator:
             if reason is None:
                 continue
             self._remember(index, np.asarray(row.tokens[:-1], dtype=np.int64))
-            finished[row.request.handle] = self._finish(row, reason)
+            finished[row.request.handle] = self._finish(index, reason)
             last = self._rows.pop()
             if last is not row:
                 self._buffer.move(len(self._rows), index, len(last.tokens) - 1)
@@ -275,6 +278,7 @@ class Generator:
             read = self._buffer.read
             self._cache.insert(ids, lambda start, end: read(row, start, end), self._buffer.bytes_per_token)
 
-    @staticmethod
-    def _finish(row: Row, reason: str) -> Generation:
-        return Generation(row.response, row.log_probs, reason, row.num_cached)
+    def _finish(self, index: int, reason: str) -> Generation:
+        row = self._rows[index]
+        experts = self._buffer.routes(index, len(row.tokens) - 1)
+        return Generation(row.response, row.log_probs, reason, row.num_cached, experts)

@@ -1,7 +1,5 @@
-"""K/V of finished prefixes, found again by exact token ids: a radix tree with a byte budget, least recently used first.
-
-Shape legend: L layers, H key/value heads, S tokens of a span, D head size.
-"""
+"""What is kept of finished prefixes, found again by exact token ids: a radix tree with a byte budget, least recently
+used first."""
 
 from __future__ import annotations
 
@@ -12,20 +10,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TokenIds = NDArray[np.int64]
+Span = tuple[Tensor, ...]
+"""What is kept of consecutive tokens (K/V, and experts where routes are recorded); tokens are the last dimension but
+one of every tensor."""
 
 
 class _Node:
-    """A span of tokens below its parent's prefix, and their K/V."""
+    """Tokens below its parent's prefix, and what is kept of them."""
 
-    __slots__ = ("children", "ids_S", "kv_L2HSD", "last_used", "parent")
+    __slots__ = ("children", "ids_S", "last_used", "parent", "span")
 
-    def __init__(self, ids_S: TokenIds, kv_L2HSD: Tensor | None, parent: _Node | None, last_used: int) -> None:
-        self.ids_S, self.kv_L2HSD, self.parent, self.last_used = ids_S, kv_L2HSD, parent, last_used
+    def __init__(self, ids_S: TokenIds, span: Span, parent: _Node | None, last_used: int) -> None:
+        self.ids_S, self.span, self.parent, self.last_used = ids_S, span, parent, last_used
         self.children: dict[int, _Node] = {}
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.kv_L2HSD is None else self.kv_L2HSD.numel() * self.kv_L2HSD.element_size()
+        return sum(values.nbytes for values in self.span)
 
 
 class PrefixCache:
@@ -38,27 +39,26 @@ class PrefixCache:
         """
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._clock = 0
-        self._root = _Node(np.empty(0, np.int64), None, None, 0)
+        self._root = _Node(np.empty(0, np.int64), (), None, 0)
 
     def match_length(self, ids: TokenIds) -> int:
-        """Number of leading tokens whose K/V is here. Does not count as use."""
+        """Number of leading tokens that are here. Does not count as use."""
         return sum(length for _, length in self._walk(ids))
 
-    def match(self, ids: TokenIds) -> list[Tensor]:
-        """[L, 2, H, S, D] the K/V of the longest cached prefix in pieces, in order (views). Counts as use."""
+    def match(self, ids: TokenIds) -> list[Span]:
+        """The longest cached prefix in pieces, in order (views). Counts as use."""
         self._clock += 1
-        pieces: list[Tensor] = []
+        pieces: list[Span] = []
         for node, length in self._walk(ids):
             node.last_used = self._clock
-            assert node.kv_L2HSD is not None
-            pieces.append(node.kv_L2HSD[..., :length, :])
+            pieces.append(tuple(values[..., :length, :] for values in node.span))
         return pieces
 
-    def insert(self, ids: TokenIds, read: Callable[[int, int], Tensor], bytes_per_token: int) -> None:
-        """Keep the K/V of all of ``ids``; evicts what was used least recently where the budget asks for it.
+    def insert(self, ids: TokenIds, read: Callable[[int, int], Span], bytes_per_token: int) -> None:
+        """Keep all of ``ids``; evicts what was used least recently where the budget asks for it.
 
         Args:
-            read: ``read(start, end)`` copies the K/V of those tokens; called at most once.
+            read: ``read(start, end)`` copies what is kept of those tokens; called at most once.
         """
         self._clock += 1
         node, start = self._root, 0
@@ -93,10 +93,12 @@ class PrefixCache:
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node in two; returns the upper part. Copies, so that each part's memory can be freed alone."""
-        assert node.kv_L2HSD is not None and node.parent is not None
-        upper = _Node(node.ids_S[:length].copy(), node.kv_L2HSD[..., :length, :].clone(), node.parent, node.last_used)
+        assert node.parent is not None
+        head = tuple(values[..., :length, :].clone() for values in node.span)
+        upper = _Node(node.ids_S[:length].copy(), head, node.parent, node.last_used)
         node.parent.children[int(upper.ids_S[0])] = upper
-        node.ids_S, node.kv_L2HSD = node.ids_S[length:].copy(), node.kv_L2HSD[..., length:, :].clone()
+        node.ids_S = node.ids_S[length:].copy()
+        node.span = tuple(values[..., length:, :].clone() for values in node.span)
         node.parent = upper
         upper.children[int(node.ids_S[0])] = node
         return upper

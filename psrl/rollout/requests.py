@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from psrl.rollout.prefix_cache import TokenIds
 from psrl.rollout.sampling import Noise, SamplingParams
 
@@ -21,6 +23,9 @@ class Generation(NamedTuple):
     """``stop`` (a stop token, which is the last of ``token_ids``), ``length`` or ``aborted``."""
     num_cached_tokens: int
     """Prompt tokens whose K/V was reused."""
+    experts: Tensor | None = None
+    """[tokens - 1, layers with experts, experts of a token] int16 where routes are recorded, of prompt and response but
+    for the last token, which no forward pass has seen. A prefix that was reused has the routes of its first time."""
 
 
 @dataclass

@@ -61,6 +61,7 @@ class HFServer:
             max_model_len=rollout.max_model_len,
             max_prefill_tokens=settings.max_prefill_tokens,
             prefix_cache_bytes=settings.prefix_cache_bytes,
+            record_routes=rollout.enable_rollout_routing_replay,
             seed=seed,
         )
         self._global_steps = 0
@@ -124,6 +125,7 @@ class HFServer:
         return TokenOutput(
             token_ids=generation.token_ids,
             log_probs=generation.log_probs if with_log_probs else None,
+            routed_experts=None if generation.experts is None else generation.experts.numpy(),
             stop_reason="aborted" if generation.stop_reason == ABORTED else "completed",
             num_preempted=0,
             extra_fields={"global_steps": self._global_steps, "num_cached_tokens": generation.num_cached_tokens},

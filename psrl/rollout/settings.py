@@ -22,7 +22,6 @@ _MUST_BE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("expert_parallel_size", (1, None), "a replica is one process"),
     ("quantization", (None,), "weights are used as the actor has them"),
     ("qat.enable", (False,), "weights are used as the actor has them"),
-    ("enable_rollout_routing_replay", (False,), "there are no routed experts"),
     ("logprobs_mode", ("processed_logprobs", None), "log-probs are those of the distribution that is sampled"),
     ("repetition_penalty", (1, None), "it is not implemented"),
     ("disable_log_stats", (True,), "it serves no metrics"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from psrl.errors import RolloutError
+from psrl.models.stacked_experts import one_by_one
 
 
 class WeightUpdate:
@@ -19,7 +20,7 @@ class WeightUpdate:
     """
 
     def __init__(self, model: Any) -> None:
-        self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._targets: dict[str, Tensor] = dict(one_by_one(model.state_dict(keep_vars=True)))
         self._names_by_storage: dict[int, list[str]] = {}
         for name, tensor in self._targets.items():
             self._names_by_storage.setdefault(tensor.data_ptr(), []).append(name)

@@ -14,7 +14,7 @@ from psrl.errors import PSRLError
 from psrl.replay.checkpoint import INDEX, check_weights
 from tests.helpers import make_checkpoint
 
-KINDS = ("llama", "qwen2", "qwen3")
+KINDS = ("deepseek_v3", "llama", "qwen2", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -32,7 +32,7 @@ def test_settings():
 
 
 @pytest.mark.parametrize("bad", [
-    {"dtype": "int8"}, {"quantization": "fp8"}, {"enable_rollout_routing_replay": True}, {"repetition_penalty": 1.2},
+    {"dtype": "int8"}, {"quantization": "fp8"}, {"repetition_penalty": 1.2},
     {"tensor_model_parallel_size": 2}, {"logprobs_mode": "raw_logprobs"}, {"mtp": {"enable": True}},
 ])  # fmt: skip
 def test_options_that_it_cannot_do_are_refused_by_name(bad):

@@ -216,9 +216,13 @@ def test_a_local_model_is_checked(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(PSRLError, match="model_type 'gpt2' is not supported"):
         validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}"))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "norm_topk_prob": true}')
-    with pytest.raises(PSRLError, match=r"rollout.name=hf: the embedded rollout does not take weights of qwen3_moe"):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral", "sliding_window": null}')
+    with pytest.raises(PSRLError, match=r"rollout.name=hf: the embedded rollout does not take weights of mistral"):
         validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    routes = f"{R}.enable_rollout_routing_replay"
+    with pytest.raises(PSRLError, match=rf"{routes}=true, but qwen2 has no experts"):
+        validate_job(compose("cpu_quickstart", f"actor_rollout_ref.model.path={tmp_path}", f"{routes}=true"))
 
 
 def test_missing_files_are_named(tmp_path):

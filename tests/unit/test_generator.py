@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from psrl.errors import ConfigError, InputError, RolloutError, UnsupportedError
+from psrl.models.stacked_experts import one_by_one
 from psrl.rollout.generator import Generator
 from psrl.rollout.kv_buffer import load_model
 from psrl.rollout.prefix_cache import PrefixCache
@@ -16,9 +17,11 @@ from psrl.rollout.sampling import SamplingParams, sample_tokens
 from tests.helpers import make_checkpoint
 
 EOS = 2
+WIDE = {"dtype": torch.float64, "experts_implementation": "eager"}
+"""transformers' own product of experts has no float64."""
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "qwen3_moe", "llama"])
 def folder(request, tmp_path_factory) -> str:
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, tied=request.param == "llama")
 
@@ -38,14 +41,14 @@ def prompts(num: int, seed: int = 0, low: int = 1, high: int = 30) -> list[list[
 
 
 def plain_log_probs(folder: str, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **WIDE)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def test_greedy_is_that_of_transformers(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, **WIDE)
     asked = prompts(5)
     params = SamplingParams(temperature=0, max_tokens=12)
     answers = generator(folder, torch.float64).generate((str(i), p, params) for i, p in enumerate(asked))
@@ -160,10 +163,10 @@ def test_prefix_cache_splits_where_sequences_part():
 
     def insert(*ids: int) -> None:
         kv = torch.tensor(ids, dtype=torch.float32)[None, None, None, :, None]
-        cache.insert(np.array(ids), lambda start, end: kv[..., start:end, :].clone(), 4)
+        cache.insert(np.array(ids), lambda start, end: (kv[..., start:end, :].clone(),), 4)
 
     def match(*ids: int) -> list[float]:
-        return [x for piece in cache.match(np.array(ids)) for x in piece.flatten().tolist()]
+        return [x for piece in cache.match(np.array(ids)) for x in piece[0].flatten().tolist()]
 
     insert(1, 2, 3, 4)
     insert(1, 2, 5)
@@ -175,6 +178,42 @@ def test_prefix_cache_splits_where_sequences_part():
     assert match(1, 7) == [1]
     assert match(8) == [] and match(9, 9) == [9]
     assert cache.match_length(np.array([1, 2, 3])) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------- routes
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> str:
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=2)
+
+
+def test_routes_are_those_of_a_full_forward(experts):
+    """Of every token but the last, whether it was computed now or kept from an earlier request."""
+    engine = generator(experts, torch.float64, record_routes=True, max_prefill_tokens=16)
+    asked = prompts(4)
+    answers = engine.generate((str(i), prompt, SamplingParams(max_tokens=5 + i)) for i, prompt in enumerate(asked))
+    asked += [prompt + answer.token_ids + [9] for prompt, answer in zip(asked, answers, strict=True)]
+    answers += engine.generate((f"{prompt}", prompt, SamplingParams(max_tokens=4)) for prompt in asked[4:])
+    assert answers[-1].num_cached_tokens > 0
+    model = AutoModelForCausalLM.from_pretrained(experts, **WIDE)
+    for prompt, answer in zip(asked, answers, strict=True):
+        ids = torch.tensor([prompt + answer.token_ids])
+        want = torch.stack([x.topk(2).indices for x in model(ids, output_router_logits=True).router_logits], 1)[:-1]
+        assert answer.experts.dtype == torch.int16 and answer.experts.shape == (ids.shape[1] - 1, 2, 2)
+        assert torch.equal(answer.experts.sort().values.long(), want.sort().values)
+
+
+def test_routes_of_what_is_aborted(experts):
+    engine = generator(experts, record_routes=True)
+    handle = engine.submit("r", [5, 6, 7], SamplingParams(max_tokens=9))
+    engine.step()
+    answer = engine.abort_all()[handle]
+    assert answer.experts.shape == (2 + len(answer.token_ids), 2, 2)
+
+
+def test_routes_of_a_model_without_experts_are_refused(qwen2):
+    assert generator(qwen2).generate([("r", [5], SamplingParams())])[0].experts is None
+    with pytest.raises(UnsupportedError, match="enable_rollout_routing_replay=True, but the model has no experts"):
+        generator(qwen2, record_routes=True)
 
 
 # -------------------------------------------------------------------------------------------------------- sampling
@@ -275,7 +314,8 @@ def test_new_weights_answer_and_old_prefixes_are_forgotten(folder, tmp_path):
     asked = [("r", [7] * 20, SamplingParams(max_tokens=8))]
     engine = generator(folder)
     old = engine.generate(asked)[0]
-    state = dict(AutoModelForCausalLM.from_pretrained(other).named_parameters())
+    state = dict(one_by_one(dict(AutoModelForCausalLM.from_pretrained(other).named_parameters())))
+    assert ("model.layers.1.mlp.experts.3.down_proj.weight" in state) == (kind == "qwen3_moe")
     assert ("lm_head.weight" in state) == (kind != "llama")
     names = list(state)
     engine.begin_update()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from psrl.errors import ConfigError, UnsupportedError
 from psrl.integrations.verl.support import (
+    EXPERT_MODELS,
     Refusal,
     check_model,
     engine_refusals,
@@ -22,8 +23,8 @@ Get = Callable[[str], Any]
 
 _OF_THE_MODEL = ("use_remove_padding", "use_fused_kernels")
 """Options that the engine takes from the model's section."""
-_ROLLOUT_MODELS = ("llama", "qwen2", "qwen3")
-"""Of the embedded rollout: transformers holds all experts of a layer in one tensor, veRL sends one each."""
+_ROLLOUT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Of the embedded rollout."""
 _TOKEN_BUDGETS = {
     "actor_rollout_ref.actor": ("ppo_max_token_len_per_gpu",),
     "actor_rollout_ref.ref": ("log_prob_max_token_len_per_gpu",),
@@ -164,8 +165,13 @@ def check_model_folder(get: Get) -> None:
                 f"+actor_rollout_ref.model.override_config.{name}=0.0"
             )
     check_model(SimpleNamespace(**values))
-    if get("actor_rollout_ref.rollout.name") == "hf" and values["model_type"] not in _ROLLOUT_MODELS:
+    kind = values["model_type"]
+    if get("actor_rollout_ref.rollout.name") == "hf" and kind not in _ROLLOUT_MODELS:
         raise UnsupportedError(
-            f"actor_rollout_ref.rollout.name=hf: the embedded rollout does not take weights of {values['model_type']}, "
-            f"only of {', '.join(_ROLLOUT_MODELS)}: choose vllm or sglang"
+            f"actor_rollout_ref.rollout.name=hf: the embedded rollout does not take weights of {kind}, only of "
+            f"{', '.join(_ROLLOUT_MODELS)}: choose vllm or sglang"
+        )
+    if get("actor_rollout_ref.rollout.enable_rollout_routing_replay") and kind not in EXPERT_MODELS:
+        raise UnsupportedError(
+            f"actor_rollout_ref.rollout.enable_rollout_routing_replay=true, but {kind} has no experts: set it to false"
         )

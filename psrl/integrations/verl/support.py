@@ -10,6 +10,8 @@ from psrl.integrations.megatron.router_options import replays_routes, uses_stati
 
 SUPPORTED_MODELS = ("deepseek_v3", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of Hugging Face configurations that are tested."""
+EXPERT_MODELS = ("deepseek_v3", "qwen3_moe")
+"""Of these, those with experts."""
 
 _DROPPED_BIASES = {
     "deepseek_v3": ("attention_bias",),
