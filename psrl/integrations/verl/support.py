@@ -124,7 +124,7 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
     check_model(model_config.hf_config)
     for refusals in (
         engine_refusals(engine_config), _model(model_config), _transformer(tf_config),
-        _interleaving(tf_config, engine_config), _replay(tf_config, engine_config),
+        _replay(tf_config, engine_config),
     ):  # fmt: skip
         for refusal in refusals:
             raise UnsupportedError(
@@ -281,14 +281,6 @@ def _transformer(config: Any) -> Iterator[Refusal]:
         yield from _latents(config)
     if getattr(config, "num_moe_experts", None):
         yield from _experts(config)
-
-
-def _interleaving(config: Any, engine: Any) -> Iterator[Refusal]:
-    if engine.psrl.kv_host_bytes and getattr(config, "overlap_moe_expert_parallel_comm", False):
-        yield Refusal(
-            "override_transformer_config.overlap_moe_expert_parallel_comm", True,
-            "it interleaves forwards and backwards; transfers to the host keep to the plan's order", _WITHOUT_HOST,
-        )  # fmt: skip
 
 
 def _latents(config: Any) -> Iterator[Refusal]:
