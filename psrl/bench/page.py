@@ -41,9 +41,9 @@ _DIFFERENCES = """## What differs from the paper, and why
   veRL's memory counts everything that is on a GPU; the bytes here are K/V and their gradients alone, of which veRL has
   none.
 - **Samples longer than a micro-batch that share little** are slower under psrl than under `unshared` or
-  `tree_packing`, which run each in one micro-batch of its own, however long it is. psrl keeps to `--max-tokens`: it cuts
-  such a sample and computes all but its end forward once more. What that saves is the memory of activations. With
-  `psrl.max_tokens` as long as the sample, nothing is computed twice.
+  `tree_packing`, which run each in one micro-batch of its own, however long it is. psrl keeps to `--max-tokens`: it
+  cuts such a sample and computes all but its end forward once more. What that saves is the memory of activations.
+  With `psrl.max_tokens` as long as the sample, nothing is computed twice.
 - **`radix` divides the work as psrl does**, and differs in what it keeps, so that it computes as much: a few per cent
   between the two, either way, are what repeats of one system differ by.
 - **K/V peak.** Pass 1 of an update runs the whole spine before pass 2 frees any of it, so without a budget psrl's peak
