@@ -161,8 +161,12 @@ class KVCache:
 
         Returns whether it was the last.
         """
-        if not self._is_last_layer(micro_batch, backward=backward):
+        key = (micro_batch, backward)
+        left = self._layers_left.get(key, self.num_layers) - 1
+        if left:
+            self._layers_left[key] = left
             return False
+        self._layers_left.pop(key, None)
         freed = self._ledger.end(micro_batch, backward=backward)
         for block in freed.kv:
             self.tier.free(*self._kv.pop(block))
@@ -187,14 +191,6 @@ class KVCache:
         self.tier.clear()
         for held in (self._kv, self._grads, self._layers_left):
             held.clear()
-
-    def _is_last_layer(self, micro_batch: int, *, backward: bool) -> bool:
-        """Of an execution; counts one more layer as done."""
-        key = (micro_batch, backward)
-        left = self._layers_left.pop(key, self.num_layers) - 1
-        if left:
-            self._layers_left[key] = left
-        return not left
 
     def _begin_backward(self, micro_batch: int) -> None:
         """Allocate what accumulators the path lacks, at the first layer."""

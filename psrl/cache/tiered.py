@@ -128,12 +128,15 @@ class TieredKVCache(KVCache):
         return KVPair(torch.cat([pair.k for pair in own]), torch.cat([pair.v for pair in own]))
 
     def end_layer(self, micro_batch: int, *, backward: bool) -> bool:
-        """One layer of the micro-batch is done: units that nobody needs any more are freed. Returns as ``KVCache``."""
+        """One layer of the micro-batch is done: units that nobody needs any more are freed.
+
+        Returns whether it was the last layer, which is the first one's in a backward.
+        """
         step = self._schedule.steps[self._number]
         if not self._is_open or (step.micro_batch, step.backward) != (micro_batch, backward):
             raise PlanError(f"micro-batch {micro_batch} ends a layer that it has not begun")
         self._end()
-        return self._is_last_layer(micro_batch, backward=backward)
+        return step.layer == (0 if backward else self.num_layers - 1)
 
     def check_drained(self) -> None:
         """Every step has run and every unit has been freed. Gives the host pool back.

@@ -79,9 +79,9 @@ def drive(plan, caches, host, dtype, stop=None):
         for mb in (plan.micro_batches[index] for index in wave.pass1):
             for layer in range(LAYERS):
                 forward(mb, layer, pair(mb.num_tokens), writes=True)
-                for cache in caches:
-                    if mb.path_blocks or mb.own_blocks:
-                        cache.end_layer(mb.index, backward=False)
+                if mb.path_blocks or mb.own_blocks:
+                    ended = {cache.end_layer(mb.index, backward=False) for cache in caches}
+                    assert ended == {layer == LAYERS - 1}
                 calls += 1
                 if calls == stop:
                     return
@@ -91,8 +91,7 @@ def drive(plan, caches, host, dtype, stop=None):
                     forward(mb, layer, pair(mb.num_tokens), writes=False)
                 elif mb.path_blocks or mb.own_blocks:
                     backward(mb, layer)
-                    for cache in caches:
-                        cache.end_layer(mb.index, backward=True)
+                    assert {cache.end_layer(mb.index, backward=True) for cache in caches} == {layer == 0}
                 calls += 1
                 if calls == stop:
                     return
