@@ -128,11 +128,11 @@ def test_activation_recompute(worker, recompute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", ["none", "full", "groups"])
 @pytest.mark.parametrize("forest", FORESTS)
 def test_gradients_at_every_budget_of_every_forest(worker, forest, recompute):
-    for max_tokens in (1, 3, 7):
-        check_shares(worker(recompute=recompute), FORESTS[forest](), max_tokens)
+    for max_tokens in (2, 7):
+        check_shares(worker(recompute=recompute), FORESTS[forest](), max_tokens, shares=(0.5, 0.25, 0.1))
 
 
 def test_forward_only(worker):
