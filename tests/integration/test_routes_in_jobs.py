@@ -66,5 +66,6 @@ def test_routes_are_replayed(assets, tmp_path, mode):
     for name, weight in after.items():
         change = (weight - before[name]).norm()
         assert change > 0, name
-        # Adam makes steps of a whole learning rate of gradients that are almost 0, and of their rounding too.
-        assert (other_after[name] - weight).norm() <= 1e-2 * change, name
+        # The gradients of tokens that hardly occur are almost 0: Adam makes whole steps of them, and of their rounding.
+        bound = 1e-2 if name == "model.embed_tokens.weight" else 1e-3
+        assert (other_after[name] - weight).norm() <= bound * change, name
