@@ -131,7 +131,7 @@ def test_activation_recompute(worker, recompute):
 @pytest.mark.parametrize("recompute", ["none", "full", "groups"])
 @pytest.mark.parametrize("forest", FORESTS)
 def test_gradients_at_every_budget_of_every_forest(worker, forest, recompute):
-    for max_tokens in (2, 7):
+    for max_tokens in (1, 2) if forest == "degenerate" else (2, 7):  # few tokens: at 7 none is spine
         check_shares(worker(recompute=recompute), FORESTS[forest](), max_tokens, shares=(0.5, 0.25, 0.1))
 
 
