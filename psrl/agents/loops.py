@@ -6,7 +6,6 @@ last. Hooks: ``verl.experimental.agent_loop.agent_loop.AgentLoopBase``, ``verl.t
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 import json
@@ -27,6 +26,7 @@ from psrl.agents.episode import Episode, EpisodePlayer, Message, Sampled, state_
 from psrl.agents.parameters import AgentParameters
 from psrl.agents.strategies import Ids, Limits, Opening, Sample, make_strategy, path_return, sample_returns
 from psrl.errors import InputError
+from psrl.threads import run_blocking
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def environment_threads() -> ThreadPoolExecutor:
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(environment_threads(), call)
+    return await run_blocking(call, environment_threads())
 
 
 class Draws:

@@ -21,6 +21,7 @@ from psrl.rollout.kv_buffer import load_model
 from psrl.rollout.requests import ABORTED, Generation
 from psrl.rollout.sampling import SamplingParams
 from psrl.rollout.settings import dtype_of, read_settings
+from psrl.threads import run_blocking
 
 logger = logging.getLogger(__name__)
 _PAUSED, _UPDATING = "paused", "updating"
@@ -137,7 +138,7 @@ class HFServer:
             while self._submissions or not self._generator.is_idle:
                 async with self._between_steps:
                     self._submit_all()
-                    self._resolve(await asyncio.to_thread(self._generator.step))
+                    self._resolve(await run_blocking(self._generator.step))
         except Exception as error:  # of the model: nobody awaits this task, so it goes to those who wait for answers
             logger.exception("generation failed")
             self._submit_all()
@@ -230,7 +231,7 @@ class HFServer:
             RolloutError: as ``WeightUpdate.load``. From then on requests are refused, until a whole update succeeds.
         """
         try:
-            await asyncio.to_thread(self._generator.load_weights, tensors)
+            await run_blocking(lambda: self._generator.load_weights(tensors))
         except RolloutError:
             self._open(_UPDATING)
             raise

@@ -282,6 +282,39 @@ def test_an_environment_that_does_not_repeat_itself_cannot_be_branched(tokenizer
         play(tokenizer, winning, strategy="tree", branch_turns=[0], num_branches=2)
 
 
+def test_an_environment_is_not_closed_while_a_thread_is_in_it(tokenizer, monkeypatch):
+    """One branch breaks while its sibling resets: closing the sibling's game then takes memory that the game uses."""
+    from psrl.agents.env.textworld import TextWorldEnvironment
+
+    resets, inside, closed_inside = [], set(), []
+    second_is_in = threading.Event()
+    reset, close = TextWorldEnvironment.reset, TextWorldEnvironment.close
+
+    def slow(self, task):
+        resets.append(self)
+        number = len(resets)
+        shown = reset(self, task)
+        if number == 2:
+            assert second_is_in.wait(10)
+            return shown._replace(text="another text")
+        if number == 3:
+            inside.add(self)
+            second_is_in.set()
+            time.sleep(0.3)
+            inside.discard(self)
+        return shown
+
+    def watched(self):
+        closed_inside.append(self in inside)
+        close(self)
+
+    monkeypatch.setattr(TextWorldEnvironment, "reset", slow)
+    monkeypatch.setattr(TextWorldEnvironment, "close", watched)
+    with pytest.raises(EnvironmentFault, match="a branch cannot be made"):
+        play(tokenizer, winning, strategy="tree", branch_turns=[0], num_branches=2)
+    assert len(resets) == 3 and closed_inside and not any(closed_inside)
+
+
 def test_search_branches_from_copies(tokenizer, tmp_path):
     pytest.importorskip("bm25s", reason="needs the extra search")
     dataset.main(["search", "--out", str(tmp_path), "--train", "2", "--val", "1", "--people", "8"])

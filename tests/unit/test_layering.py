@@ -21,6 +21,7 @@ LAYERS = {
     **{path.stem: PLANNING for path in PACKAGE.glob("*.py")},
     "types": 0,
     "errors": 0,
+    "threads": 0,
     "config": 0,
     "cost": 0,
     "tiers": 0,
