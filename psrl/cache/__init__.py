@@ -2,7 +2,7 @@
 
 from psrl.cache.host import HostPool
 from psrl.cache.kv_cache import BlockShard, KVCache, KVPair, PathBlocks
-from psrl.cache.storage import CacheBytes, DeviceTier
+from psrl.cache.storage import CacheBytes, DeviceTier, accumulator_dtype
 from psrl.cache.tiered import TieredKVCache, make_cache
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "KVPair",
     "PathBlocks",
     "TieredKVCache",
+    "accumulator_dtype",
     "make_cache",
 ]

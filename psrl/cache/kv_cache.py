@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from psrl.blocks import BlockLedger
-from psrl.cache.storage import CacheBytes, DeviceTier
+from psrl.cache.storage import CacheBytes, DeviceTier, accumulator_dtype
 from psrl.context import shard_size
 from psrl.errors import PlanError
 from psrl.types import ExecutionPlan
@@ -93,18 +93,16 @@ class KVCache:
     def write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Copy the new K/V of a micro-batch into its blocks. Allocates them at the first layer; again, it repeats."""
         own = self.plan.micro_batches[micro_batch].own_blocks
-        if own and own[0] not in self._kv:
-            for block in self._ledger.write(micro_batch, backward=False):
-                shape = (self.num_layers, self._rooms[block])
-                self._kv[block] = KVPair(*(self.tier.empty(shape + x.shape[1:], x.dtype, x.device)
-                                           for x in (k_TKH, v_TKH)))  # fmt: skip
+        if not own:
+            return
+        self._begin_write(micro_batch, layer, k_TKH, v_TKH)
         start = 0
         for block in own:
             stop = start + self.plan.blocks[block].num_tokens
             begin = min(start + self._shard.rank * self._sizes[block], stop)
             num_kept = min(self._sizes[block], stop - begin)
-            for stored, new in zip(self._kv[block], (k_TKH, v_TKH), strict=True):
-                stored[layer, :num_kept].copy_(new[begin : begin + num_kept])
+            for stored, new in zip(self._kv_at(block, layer), (k_TKH, v_TKH), strict=True):
+                stored[:num_kept].copy_(new[begin : begin + num_kept])
             start = stop
 
     def read(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
@@ -112,10 +110,10 @@ class KVCache:
         path = self.plan.micro_batches[micro_batch].path_blocks
         if not path:
             return KVPair(k_TKH, v_TKH)
-        stored = [(self._kv[block], self._sizes[block]) for block in path]
+        self._open(micro_batch, layer, backward=False)
+        stored = [self._kv_at(block, layer) for block in path]
         return KVPair(
-            torch.cat([pair.k[layer, :size] for pair, size in stored] + [k_TKH]),
-            torch.cat([pair.v[layer, :size] for pair, size in stored] + [v_TKH]),
+            torch.cat([pair.k for pair in stored] + [k_TKH]), torch.cat([pair.v for pair in stored] + [v_TKH])
         )
 
     def path_blocks(self, micro_batch: int) -> PathBlocks:
@@ -133,12 +131,12 @@ class KVCache:
 
     def add_grads(self, micro_batch: int, layer: int, dk_PKH: Tensor, dv_PKH: Tensor) -> None:
         """Add the gradients of a micro-batch's path to its blocks' accumulators (fp32, or fp64 for fp64)."""
-        self._begin_backward(micro_batch)
+        self._open(micro_batch, layer, backward=True)
         start = 0
         for block in self.plan.micro_batches[micro_batch].path_blocks:
             stop = start + self._sizes[block]
-            for total, new in zip(self._grads[block], (dk_PKH, dv_PKH), strict=True):
-                total[layer, : stop - start].add_(new[start:stop])
+            for total, new in zip(self._grads_at(block, layer), (dk_PKH, dv_PKH), strict=True):
+                total.add_(new[start:stop])
             start = stop
 
     def own_grads(self, micro_batch: int, layer: int) -> KVPair:
@@ -147,14 +145,9 @@ class KVCache:
         Raises:
             PlanError: a descendant has not run its backward yet.
         """
-        own = self.plan.micro_batches[micro_batch].own_blocks
-        missing = [block for block in own if block not in self._grads]
-        if missing:
-            raise PlanError(f"backward of micro-batch {micro_batch} before any reader of its KV blocks {missing}")
-        return KVPair(
-            torch.cat([self._grads[block].k[layer, : self._sizes[block]] for block in own]),
-            torch.cat([self._grads[block].v[layer, : self._sizes[block]] for block in own]),
-        )
+        self._open(micro_batch, layer, backward=True)
+        own = [self._grads_at(block, layer) for block in self.plan.micro_batches[micro_batch].own_blocks]
+        return KVPair(torch.cat([pair.k for pair in own]), torch.cat([pair.v for pair in own]))
 
     def end_layer(self, micro_batch: int, *, backward: bool) -> bool:
         """One layer of the micro-batch is done. With the last one, blocks nobody needs any more are freed.
@@ -192,6 +185,36 @@ class KVCache:
         for held in (self._kv, self._grads, self._layers_left):
             held.clear()
 
+    # ------------------------------------------------------------------------------------------------- storage
+    def _begin_write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Have storage for a layer of the micro-batch's own blocks."""
+        if self.plan.micro_batches[micro_batch].own_blocks[0] in self._kv:
+            return
+        for block in self._ledger.write(micro_batch, backward=False):
+            shape = (self.num_layers, self._rooms[block])
+            self._kv[block] = KVPair(*(self.tier.empty(shape + x.shape[1:], x.dtype, x.device)
+                                       for x in (k_TKH, v_TKH)))  # fmt: skip
+
+    def _open(self, micro_batch: int, layer: int, *, backward: bool) -> None:
+        """Have what a layer of an execution needs: the path's K/V, or all of its accumulators."""
+        if not backward:
+            return
+        mb = self.plan.micro_batches[micro_batch]
+        missing = [block for block in mb.own_blocks if block not in self._grads] if mb.is_spine else []
+        if missing:
+            raise PlanError(f"backward of micro-batch {micro_batch} before any reader of its KV blocks {missing}")
+        self._begin_backward(micro_batch)
+
+    def _kv_at(self, block: int, layer: int) -> KVPair:
+        """Views of what is stored of a block: [n, K, H]."""
+        return self._view(self._kv, block, layer)
+
+    def _grads_at(self, block: int, layer: int) -> KVPair:
+        return self._view(self._grads, block, layer)
+
+    def _view(self, stored: dict[int, KVPair], block: int, layer: int) -> KVPair:
+        return KVPair(*(x[layer, : self._sizes[block]] for x in stored[block]))
+
     def _begin_backward(self, micro_batch: int) -> None:
         """Allocate what accumulators the path lacks, at the first layer."""
         if self._layers_left.get((micro_batch, True), self.num_layers) == self.num_layers:
@@ -204,5 +227,4 @@ class KVCache:
         return PathBlocks([x.k for x in pairs], [x.v for x in pairs], [self._sizes[block] for block in path])
 
     def _zeros_like(self, x: Tensor) -> Tensor:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return self.tier.empty(x.shape, dtype, x.device).zero_()
+        return self.tier.empty(x.shape, accumulator_dtype(x.dtype), x.device).zero_()

@@ -11,6 +11,11 @@ from torch import Tensor
 from psrl.types import PlanStats
 
 
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients of K/V of ``dtype`` are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class DeviceTier:
     """Memory of the compute device."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from psrl.cache.host import HOST_POOL, HostPool, Transfers
 from psrl.cache.kv_cache import BlockShard, KVCache, KVPair
-from psrl.cache.storage import CacheBytes, DeviceTier
+from psrl.cache.storage import CacheBytes, DeviceTier, accumulator_dtype
 from psrl.errors import PlanError
 from psrl.tiers import TierSchedule, TierStep, Unit
 from psrl.types import ExecutionPlan
@@ -33,7 +33,7 @@ class _Form(NamedTuple):
     device: torch.device
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
-        return _wide(self.dtype) if unit.is_grad else self.dtype
+        return accumulator_dtype(self.dtype) if unit.is_grad else self.dtype
 
 
 class TieredKVCache(KVCache):
@@ -81,52 +81,6 @@ class TieredKVCache(KVCache):
         """Units, on either tier."""
         return len(self._units.keys() | self._copies.keys())
 
-    # ------------------------------------------------------------------------------------------------- forward
-    def write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Copy the new K/V of a micro-batch into its blocks."""
-        own = self.plan.micro_batches[micro_batch].own_blocks
-        if not own:
-            return
-        if self._form is None:
-            self._form = _Form(tuple(k_TKH.shape[1:]), tuple(v_TKH.shape[1:]), k_TKH.dtype, k_TKH.device)
-        self._begin(micro_batch, layer, backward=False)
-        start = 0
-        for block in own:
-            stop = start + self.plan.blocks[block].num_tokens
-            begin = min(start + self._shard.rank * self._sizes[block], stop)
-            num_kept = min(self._sizes[block], stop - begin)
-            for stored, new in zip(self._pair(Unit(block, layer, False)), (k_TKH, v_TKH), strict=True):
-                stored[:num_kept].copy_(new[begin : begin + num_kept])
-            start = stop
-
-    def read(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
-        """``[path | local]`` K/V, gathered in one copy: [P + T, K, H]."""
-        path = self.plan.micro_batches[micro_batch].path_blocks
-        if not path:
-            return KVPair(k_TKH, v_TKH)
-        self._begin(micro_batch, layer, backward=False)
-        stored = [self._pair(Unit(block, layer, False)) for block in path]
-        return KVPair(
-            torch.cat([pair.k for pair in stored] + [k_TKH]), torch.cat([pair.v for pair in stored] + [v_TKH])
-        )
-
-    # ------------------------------------------------------------------------------------------------ backward
-    def add_grads(self, micro_batch: int, layer: int, dk_PKH: Tensor, dv_PKH: Tensor) -> None:
-        """Add the gradients of a micro-batch's path to its blocks' accumulators (fp32, or fp64 for fp64)."""
-        self._begin(micro_batch, layer, backward=True)
-        start = 0
-        for block in self.plan.micro_batches[micro_batch].path_blocks:
-            stop = start + self._sizes[block]
-            for total, new in zip(self._pair(Unit(block, layer, True)), (dk_PKH, dv_PKH), strict=True):
-                total.add_(new[start:stop])
-            start = stop
-
-    def own_grads(self, micro_batch: int, layer: int) -> KVPair:
-        """What descendants accumulated for the tokens of a spine micro-batch: [T, K, H] in the accumulators' dtype."""
-        self._begin(micro_batch, layer, backward=True)
-        own = [self._pair(Unit(b, layer, True)) for b in self.plan.micro_batches[micro_batch].own_blocks]
-        return KVPair(torch.cat([pair.k for pair in own]), torch.cat([pair.v for pair in own]))
-
     def end_layer(self, micro_batch: int, *, backward: bool) -> bool:
         """One layer of the micro-batch is done: units that nobody needs any more are freed.
 
@@ -169,7 +123,12 @@ class TieredKVCache(KVCache):
             self._pool.take_back()
 
     # --------------------------------------------------------------------------------------------------- steps
-    def _begin(self, micro_batch: int, layer: int, *, backward: bool) -> None:
+    def _begin_write(self, micro_batch: int, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        if self._form is None:
+            self._form = _Form(tuple(k_TKH.shape[1:]), tuple(v_TKH.shape[1:]), k_TKH.dtype, k_TKH.device)
+        self._open(micro_batch, layer, backward=False)
+
+    def _open(self, micro_batch: int, layer: int, *, backward: bool) -> None:
         """Have the step's units on the device. Calls of the step that is open change nothing."""
         steps = self._schedule.steps
         if self._is_open:
@@ -241,16 +200,18 @@ class TieredKVCache(KVCache):
             raise PlanError(f"{unit} takes {num_bytes} bytes, planned were {self._schedule.unit_bytes(unit)}")
         return self.tier.empty((num_values,), form.dtype_of(unit), form.device)
 
+    def _kv_at(self, block: int, layer: int) -> KVPair:
+        return self._pair(Unit(block, layer, False))
+
+    def _grads_at(self, block: int, layer: int) -> KVPair:
+        return self._pair(Unit(block, layer, True))
+
     def _pair(self, unit: Unit) -> KVPair:
         """Views of a unit on the device."""
         form, size = self._form, self._sizes[unit.block]
         assert form is not None
         parts: Sequence[Tensor] = self._units[unit].split([size * prod(form.k_shape), size * prod(form.v_shape)])
         return KVPair(parts[0].view(size, *form.k_shape), parts[1].view(size, *form.v_shape))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def make_cache(plan: ExecutionPlan, num_layers: int, shard: BlockShard) -> KVCache:

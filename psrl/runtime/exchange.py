@@ -2,8 +2,6 @@
 
 A cache that stores leaves too gets their K/V in the forward of pass 2.
 
-Attention that reads the path in its blocks (``in_place.py``) exchanges the local part only.
-
 Under context parallelism a rank brings the K/V of its tokens and its shards of the path, and gets those of all ranks;
 in the backward it gets the sum over ranks of its tokens' and shards' gradients.
 
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psrl.cache import KVCache, KVPair
+from psrl.cache import KVCache, KVPair, accumulator_dtype
 from psrl.runtime.context import ContextPart
 from psrl.runtime.session import Execution
 from psrl.types import MicroBatch
@@ -30,12 +28,18 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
     Pass 1 writes a spine micro-batch's K/V to the cache. In pass 2 the returned pair is differentiable: its backward
     adds the path's gradients to the cache and adds to the local gradients what descendants accumulated (the KV tap).
 
+    Where attention reads the path in its blocks (``execution.path_tables``), the pair is the local one, [T, K, H]. Then
+    attention adds the path's gradients to the cache itself, in pass 2 before the tap's backward, and in pass 1 calls
+    ``end_layer`` when it has read the path.
+
     Args:
         layer: index among the layers of this model chunk.
         k_TKH, v_TKH: [t, K, H] under context parallelism. Then collective over the context-parallel group.
     """
     mb = execution.micro_batch.plan
-    k_TKH, v_TKH = _with_backward(execution, k_TKH, v_TKH)
+    if execution.backward and torch.is_grad_enabled() and not k_TKH.requires_grad:
+        # Nothing before them is trained (adapters of later layers only), but their backward keeps the cache's books.
+        k_TKH, v_TKH = k_TKH.detach().requires_grad_(), v_TKH.detach().requires_grad_()
     if execution.micro_batch.context is not None:
         if execution.backward:
             return KVPair(*_ContextPathAndTap.apply(k_TKH, v_TKH, execution, layer))
@@ -47,23 +51,11 @@ def exchange_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) 
     cache = execution.cache
     if mb.own_blocks:
         cache.write(mb.index, layer, k_TKH, v_TKH)
+    if execution.path_tables is not None:
+        return KVPair(k_TKH, v_TKH)
     pair = cache.read(mb.index, layer, k_TKH, v_TKH)
     end_layer(execution)
     return pair
-
-
-def exchange_local_kv(execution: Execution, layer: int, k_TKH: Tensor, v_TKH: Tensor) -> KVPair:
-    """``exchange_kv`` without the path: K and V of the local tokens only, [T, K, H].
-
-    Attention adds the path's gradients to the cache itself, in pass 2 before the tap's backward, and in pass 1 calls
-    ``end_layer`` when it has read the path.
-    """
-    k_TKH, v_TKH = _with_backward(execution, k_TKH, v_TKH)
-    if execution.backward:
-        return KVPair(*_PathAndTap.apply(k_TKH, v_TKH, execution, layer))
-    if execution.micro_batch.plan.own_blocks:
-        execution.cache.write(execution.micro_batch.plan.index, layer, k_TKH, v_TKH)
-    return KVPair(k_TKH, v_TKH)
 
 
 def end_layer(execution: Execution) -> None:
@@ -71,14 +63,6 @@ def end_layer(execution: Execution) -> None:
     is_last = execution.cache.end_layer(execution.micro_batch.plan.index, backward=execution.backward)
     if is_last and execution.path_tables is not None:
         execution.path_tables.drop()
-
-
-def _with_backward(execution: Execution, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V whose backward is run: it keeps the cache's books, even where nothing before them is trained (adapters
-    of later layers only)."""
-    if execution.backward and torch.is_grad_enabled() and not k_TKH.requires_grad:
-        return k_TKH.detach().requires_grad_(), v_TKH.detach().requires_grad_()
-    return k_TKH, v_TKH
 
 
 class _PathAndTap(torch.autograd.Function):
@@ -156,7 +140,7 @@ def _behind_path(execution: Execution, layer: int, local: KVPair) -> KVPair:
 
 def _with_tap(grads: KVPair, mb: MicroBatch, cache: KVCache, layer: int, context: ContextPart) -> KVPair:
     """[P + T] gradients from this rank's queries and its shards of the accumulators, in the accumulators' precision."""
-    wide = KVPair(*(x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) for x in grads))
+    wide = KVPair(*(x.to(accumulator_dtype(x.dtype)) for x in grads))
     if not mb.own_blocks:
         return wide
     tapped = cache.own_grads(mb.index, layer)

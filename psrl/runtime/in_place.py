@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from psrl.runtime.exchange import end_layer, exchange_local_kv
+from psrl.runtime.exchange import end_layer, exchange_kv
 from psrl.runtime.path_tables import PathTables
 from psrl.runtime.session import Execution
 
@@ -38,7 +38,7 @@ def attend_in_place(
     """
     from psrl.runtime.attention.triton import attend_path  # imports Triton
 
-    local = exchange_local_kv(execution, layer, k_TKH, v_TKH)
+    local = exchange_kv(execution, layer, k_TKH, v_TKH)
     path_grads = tables.grads if execution.backward else None
     layout = execution.micro_batch.layout
     out_TNH = attend_path(q_TNH, local.k, local.v, layout, tables.path(), layer, path_grads, scale)
