@@ -89,12 +89,7 @@ def build_plan(
         if host is None:
             raise
         pieces, waves, _ = arrange(at_forks=not forward_only, fits=False)
-        try:
-            tiers = schedule_transfers(pieces.micro_batches, pieces.blocks, waves, footprint, host)
-        except MemoryBudgetError as error:
-            if error.micro_batch is not None:
-                error.sample = _sample_of(batch, tree, pieces, error.micro_batch)
-            raise
+        tiers = _transfers(batch, tree, pieces, waves, footprint, host)
         peak = tiers.device_bytes_peak
     return ExecutionPlan(
         forward_only=forward_only,
@@ -216,6 +211,23 @@ def _sample_of(batch: SampleBatch, tree: PrefixTree, pieces: Pieces, micro_batch
     token = int(pieces.micro_batches[micro_batch].tokens_T[-1])
     position = int(np.flatnonzero(tree.index_N == token)[0])
     return int(np.searchsorted(batch.cu_seqlens, position, side="right")) - 1
+
+
+def _transfers(
+    batch: SampleBatch,
+    tree: PrefixTree,
+    pieces: Pieces,
+    waves: tuple[Wave, ...],
+    footprint: KVFootprint,
+    host: HostTier,
+) -> TierSchedule:
+    """``schedule_transfers``, whose errors name a sample."""
+    try:
+        return schedule_transfers(pieces.micro_batches, pieces.blocks, waves, footprint, host)
+    except MemoryBudgetError as error:
+        if error.micro_batch is not None:
+            error.sample = _sample_of(batch, tree, pieces, error.micro_batch)
+        raise
 
 
 def _with_transfers(stats: PlanStats, tiers: TierSchedule | None) -> PlanStats:

@@ -35,8 +35,10 @@ def half_budget(
     nothing.
     """
 
+    whole = batch_of(samples)
+
     def peak(system: System, budget_bytes: int | None) -> int:
-        batch = system.prepare(batch_of(samples), max_tokens)
+        batch = system.prepare(whole, max_tokens)
         limited = dataclasses.replace(footprint, budget_bytes=budget_bytes)
         return max(
             build_plan(
