@@ -95,8 +95,9 @@ def error_line(job: Job, seconds: float) -> str:
     return lines[0]
 
 
-def test_a_worker_killed_in_the_update(assets, uninterrupted, tmp_path):
-    job = start(assets, tmp_path / "run")
+def kill_in_the_update(assets: Path, folder: Path, *overrides: str) -> Job:
+    """A job that has lost a worker in the update of step 3, said so, and left nothing behind."""
+    job = start(assets, folder, *overrides)
     job.wait_for(lambda: len(job.steps()) == 2 and job.processes(UPDATE), "the update of step 3")
     worker = job.processes(UPDATE)[0]
     processes = kill(job, worker)
@@ -104,6 +105,11 @@ def test_a_worker_killed_in_the_update(assets, uninterrupted, tmp_path):
     assert re.search(rf"the training worker of rank [01] \(pid {worker} on [\d.]+\) died: killed, out of memory", line)
     assert f"The last whole checkpoint is {job.folder}/checkpoints/global_step_2: start the job again" in line
     assert_gone(processes, seconds=60)
+    return job
+
+
+def test_a_worker_killed_in_the_update(assets, uninterrupted, tmp_path):
+    job = kill_in_the_update(assets, tmp_path / "run")
     go_on(assets, job, uninterrupted)
 
 
@@ -169,14 +175,7 @@ APART = ("trainer.v1.trainer_mode=psrl_separate_async", "trainer.v1.separate_asy
 def test_a_worker_killed_in_the_update_of_separate_async(assets, tmp_path):
     want = whole(assets, tmp_path / "uninterrupted", *APART).steps()
     assert sorted(want) == [1, 2, 3, 4]
-    job = start(assets, tmp_path / "run", *APART)
-    job.wait_for(lambda: len(job.steps()) == 2 and job.processes(UPDATE), "the update of step 3")
-    worker = job.processes(UPDATE)[0]
-    processes = kill(job, worker)
-    line = error_line(job, seconds=60)
-    assert re.search(rf"the training worker of rank [01] \(pid {worker} on [\d.]+\) died: killed, out of memory", line)
-    assert f"The last whole checkpoint is {job.folder}/checkpoints/global_step_2: start the job again" in line
-    assert_gone(processes, seconds=60)
+    job = kill_in_the_update(assets, tmp_path / "run", *APART)
     go_on(assets, job, want, *APART)
 
 

