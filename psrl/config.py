@@ -31,6 +31,12 @@ class PSRLConfig:
     kv_host_bytes: int | None = None
     """Most bytes of (pinned) host memory on a rank for what ``kv_cache_bytes`` cannot hold even in waves. None or 0: no
     host tier."""
+    kv_host_flops_per_byte: float = 16_000.0
+    """FLOPs that the device does in the time a byte takes to or from the host: what decides between the host tier and
+    computing prefixes again where either would do."""
+    kv_recompute: bool = True
+    """Compute prefixes again, for each micro-batch that needs them, where nothing else keeps the cache within its
+    budget. False: such a mini-batch is an error."""
     attention_backend: str = "auto"
     """``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
     ``reference`` is dense and for tests."""
@@ -52,8 +58,11 @@ class PSRLConfig:
             low = 0 if name == "kv_host_bytes" else 1
             if value < low:
                 raise ConfigError(f"psrl.{name} must be at least {low}, got {value}")
-        if type(self.enable) is not bool:
-            raise ConfigError(f"psrl.enable must be true or false, got {self.enable!r}")
+        for name in ("enable", "kv_recompute"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"psrl.{name} must be true or false, got {getattr(self, name)!r}")
+        if not self.kv_host_flops_per_byte > 0.0:
+            raise ConfigError(f"psrl.kv_host_flops_per_byte must be above 0, got {self.kv_host_flops_per_byte}")
         if not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"psrl.kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
         for name, choices in (("attention_backend", ATTENTION_BACKENDS), ("loss_scope", LOSS_SCOPES)):

@@ -137,6 +137,10 @@ class KVFootprint:
         """Tokens for which this rank has room of a block of ``num_tokens``."""
         return -(-num_tokens // self.num_shards)
 
+    def bytes_per_token(self, forward_only: bool) -> int:
+        """Of a cached token once its accumulators exist too, if they ever do."""
+        return self.kv_bytes_per_token + (0 if forward_only else self.grad_bytes_per_token)
+
     @classmethod
     def of_layers(
         cls,

@@ -5,6 +5,7 @@ Shape legend: N tokens of all samples, U unique tokens in preorder, D samples in
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -120,8 +121,16 @@ def pack_into_tries(lengths_D: IntArray, common_D: IntArray, max_tokens: int) ->
     return trie_D, held_D
 
 
-def trie_labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
-    """[N] micro-batch of every token where whole samples are packed into tries."""
+def with_labels(batch: SampleBatch, labels_N: IntArray) -> SampleBatch:
+    """The batch with one more input that has to be equal: tokens with other labels are not shared."""
+    label_N1, extra = labels_N[:, None], batch.extra_inputs_NK
+    return dataclasses.replace(
+        batch, extra_inputs_NK=label_N1 if extra is None else np.concatenate([extra, label_N1], axis=1)
+    )
+
+
+def trie_labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int, depth: int = 0) -> IntArray:
+    """[N] trie of every token, where what samples have below ``depth`` is packed into tries; -1 above it."""
     last_S = tree.index_N[batch.cu_seqlens[1:] - 1]
     order_D = np.argsort(-last_S, kind="stable")  # longer samples before their prefixes
     index_N, offsets = tree.index_N, batch.cu_seqlens.tolist()
@@ -130,10 +139,11 @@ def trie_labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArr
         ours = index_N[offsets[sample] : offsets[sample + 1]]
         theirs = index_N[offsets[before] : offsets[before + 1]][: len(ours)]
         common.append(int((ours[: len(theirs)] == theirs).sum()))
-    trie_D, _ = pack_into_tries(batch.seqlens_S[order_D], np.asarray(common, dtype=np.int64), max_tokens)
+    below_D, common_D = (np.maximum(x - depth, 0) for x in (batch.seqlens_S[order_D], np.asarray(common)))
+    trie_D, _ = pack_into_tries(below_D, common_D, max_tokens)
     trie_S = np.empty_like(trie_D)
     trie_S[order_D] = trie_D
-    return np.repeat(trie_S, batch.seqlens_S)
+    return np.where(tree.depth_U[index_N] < depth, -1, np.repeat(trie_S, batch.seqlens_S))
 
 
 def page_labels(batch: SampleBatch, tree: PrefixTree, page_tokens: int) -> IntArray:

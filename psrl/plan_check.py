@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -109,9 +110,15 @@ def _prefix_ids(batch: SampleBatch) -> list[list[int]]:
 
 
 def _check_tokens(plan: ExecutionPlan, batch: SampleBatch, visible: dict[int, IntArray]) -> None:
-    """As many unique tokens as distinct prefixes, and every token sees itself last."""
-    distinct = len({x for row in _prefix_ids(batch) for x in row})
-    _require(len(plan.token_ids_U) == distinct, f"{len(plan.token_ids_U)} unique tokens for {distinct} prefixes")
+    """As many unique tokens as distinct prefixes and copies, and every token sees itself last."""
+    distinct, copies = len({x for row in _prefix_ids(batch) for x in row}), plan.stats.recomputed_tokens
+    told = f"{len(plan.token_ids_U)} unique tokens for {distinct} prefixes and {copies} copies"
+    _require(copies >= 0 and len(plan.token_ids_U) == distinct + copies, told)
+    _require(len(plan.index_N) == batch.num_tokens, "number of samples' tokens")
+    for sample, (start, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
+        seen = visible[int(plan.index_N[end - 1])]
+        same = len(seen) == end - start and (plan.index_N[start:end] == seen).all()
+        _require(same, f"the last token of sample {sample} does not see the sample")
     for token, seen in visible.items():
         _require(len(seen) > 0 and seen[-1] == token, f"token {token} does not see itself last")
 

@@ -8,8 +8,10 @@
    hang off it, then the segment itself. K/V and gradient accumulators die as early as that order allows.
 5. If the cache would exceed its budget, consecutive segments form waves, each with its own two passes. A segment's
    pass 2 waits for the last wave that descends from it, so nothing is computed more often. If that is not enough,
-   segments are cut at forks, so that only one root path stays cached between waves. If that is still not enough, and
-   there is a host tier, single layers of blocks move to host memory and back (``offload.py``).
+   segments are cut at forks, so that only one root path stays cached between waves.
+6. If that is still not enough, there are two more tiers, and the plan takes the cheaper one: single layers of blocks
+   move to host memory and back (``offload.py``), or prefixes are shared down to some depth only and computed again for
+   each micro-batch below it.
 
 Shape legend: U unique tokens, T local tokens, P path tokens, E edges, R logit rows.
 """
@@ -18,21 +20,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
 from psrl.assembly import Pieces, assemble
-from psrl.blocks import BlockLedger, wave_peak
 from psrl.cost import CostFunction, KVFootprint, ModelShape, Work
 from psrl.edges import collect_edges
 from psrl.errors import ConfigError, MemoryBudgetError
+from psrl.micro_batching import trie_labels, with_labels
 from psrl.offload import schedule_transfers
 from psrl.packing import token_costs
 from psrl.systems import PSRL, System
 from psrl.tiers import HostTier, TierSchedule
 from psrl.tree import PrefixTree, build_tree
-from psrl.types import CachePolicy, Edges, ExecutionPlan, MicroBatch, PlanStats, SampleBatch, Wave
+from psrl.types import Edges, ExecutionPlan, MicroBatch, PlanStats, SampleBatch, Wave
+from psrl.waves import plan_waves, sample_of
 
 
 def build_plan(
@@ -46,6 +49,7 @@ def build_plan(
     tree: PrefixTree | None = None,
     system: System = PSRL,
     host: HostTier | None = None,
+    recompute: bool = False,
 ) -> ExecutionPlan:
     """Plan one mini-batch of one rank.
 
@@ -58,54 +62,168 @@ def build_plan(
         tree: of the batch, where several plans are made of it; None: built here.
         system: another for comparison; then ``batch`` is what ``system.prepare`` made.
         host: memory for what the budget cannot hold; None: there is none.
+        recompute: whether prefixes that the budget cannot hold may be computed for each micro-batch that needs them.
 
     Raises:
-        ConfigError: ``max_tokens`` below 1, or a host tier under another system.
+        ConfigError: ``max_tokens`` below 1, or a host tier or recompute under another system.
         InputError: an empty sample, a first token that is a target, or ids out of range.
-        MemoryBudgetError: the budget cannot hold the cache of one spine segment and its root path. With a host tier:
-            one layer of it, or the host cannot hold the rest.
+        MemoryBudgetError: the budget cannot hold the cache of one spine segment and its root path; with a host tier,
+            one layer of it, or the host cannot hold the rest; with recompute, what a sample has beyond ``max_tokens``.
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
-    if host is not None and system is not PSRL:
-        raise ConfigError(f"the host tier (psrl.kv_host_bytes) is psrl's, not that of system {system.name}")
-    tree = tree or build_tree(batch)
-    edges = collect_edges(batch, tree)
-    num_rows_U = _rows_per_token(edges, tree.num_tokens)
-    cost_U = token_costs(tree, num_rows_U, cost or shape.cost)
-    division = (system if batch.num_samples else PSRL).divide(batch, tree, cost_U, max_tokens)
-
-    def arrange(*, at_forks: bool, fits: bool = True) -> tuple[Pieces, tuple[Wave, ...], int]:
-        segments, executions = division.cut(at_forks), 1 if forward_only else 2
-        pieces = assemble(tree, edges, segments, division.bins, cost_U, executions=executions, cache=system.cache)
-        return pieces, *_plan_waves(batch, tree, pieces, footprint, forward_only, system.cache, fits=fits)
-
-    arranged, tiers = None, None
-    with contextlib.suppress(MemoryBudgetError):
-        arranged = arrange(at_forks=False)
+    for is_used, name in ((host is not None, "the host tier (psrl.kv_host_bytes)"), (recompute, "psrl.kv_recompute")):
+        if is_used and system is not PSRL:
+            raise ConfigError(f"{name} is psrl's, not that of system {system.name}")
+    draft = _Draft(batch, tree or build_tree(batch), max_tokens, shape, footprint, forward_only, cost, system)
     try:
-        pieces, waves, peak = arranged or arrange(at_forks=True)
-    except MemoryBudgetError:
-        if host is None:
+        return draft.on_device()
+    except MemoryBudgetError as error:
+        reason = error
+    plans: list[ExecutionPlan] = []
+    if host is not None:
+        try:
+            plans.append(draft.with_host(host))
+        except MemoryBudgetError as error:
+            reason = error
+    if recompute:
+        plans += draft.with_recompute()
+    if not plans:
+        raise reason
+    flops_per_byte = host.flops_per_byte if host is not None else 0.0
+    return min(plans, key=lambda plan: plan.stats.flops_shared + flops_per_byte * plan.stats.kv_bytes_moved)
+
+
+class _Draft:
+    """Samples, their tree and its division into micro-batches: all of a plan but for the order."""
+
+    def __init__(
+        self,
+        batch: SampleBatch,
+        tree: PrefixTree,
+        max_tokens: int,
+        shape: ModelShape,
+        footprint: KVFootprint,
+        forward_only: bool,
+        cost: CostFunction | None,
+        system: System,
+    ) -> None:
+        """Arguments as ``build_plan`` has them."""
+        self.batch, self.tree, self.max_tokens, self.shape = batch, tree, max_tokens, shape
+        self.footprint, self.forward_only, self.cost, self.system = footprint, forward_only, cost, system
+        self.edges = collect_edges(batch, tree)
+        self.num_rows_U = _rows_per_token(self.edges, tree.num_tokens)
+        self.cost_U = token_costs(tree, self.num_rows_U, cost or shape.cost)
+        self.division = (system if batch.num_samples else PSRL).divide(batch, tree, self.cost_U, max_tokens)
+
+    def on_device(self) -> ExecutionPlan:
+        """Within the budget, in waves if need be.
+
+        Raises:
+            MemoryBudgetError: a spine segment and its root path exceed it.
+        """
+        with contextlib.suppress(MemoryBudgetError):
+            return self._plan(*self._arrange(at_forks=False))
+        return self._plan(*self._arrange(at_forks=True))
+
+    def with_host(self, host: HostTier) -> ExecutionPlan:
+        """As close to the budget as waves come, and what exceeds it in host memory.
+
+        Raises:
+            MemoryBudgetError: one layer of a segment exceeds the budget, or the copies that of the host.
+        """
+        pieces, waves, _ = self._arrange(at_forks=not self.forward_only, fits=False)
+        try:
+            tiers = schedule_transfers(pieces.micro_batches, pieces.blocks, waves, self.footprint, host)
+        except MemoryBudgetError as error:
+            if error.micro_batch is not None:
+                error.sample = sample_of(self.batch, self.tree, pieces, error.micro_batch)
             raise
-        pieces, waves, _ = arrange(at_forks=not forward_only, fits=False)
-        tiers = _transfers(batch, tree, pieces, waves, footprint, host)
-        peak = tiers.device_bytes_peak
-    return ExecutionPlan(
-        forward_only=forward_only,
-        max_tokens=max([max_tokens, *(mb.num_tokens for mb in pieces.micro_batches)]),  # psrl's own never exceed it
-        token_ids_U=tree.token_ids_U,
-        position_ids_U=tree.position_ids_U,
-        edges=edges,
-        micro_batches=pieces.micro_batches if forward_only else _with_completions(pieces, edges, waves),
-        blocks=pieces.blocks,
-        waves=waves,
-        stats=_with_transfers(
-            _stats(batch, tree, division.spine_U, num_rows_U, pieces, waves, peak, shape, forward_only), tiers
-        ),
-        cache=system.cache,
-        tiers=tiers,
-    )
+        return self._plan(pieces, waves, tiers.device_bytes_peak, tiers)
+
+    def with_recompute(self) -> Iterator[ExecutionPlan]:
+        """The plan that shares most of what the budget can hold. Nothing where a sample needs more on its own.
+
+        Prefixes are cached down to some depth, at first what the budget holds of one root path. Below it, samples are
+        packed into tries of at most ``max_tokens`` tokens, and what several tries have in common each computes.
+        """
+        budget, longest = self.footprint.budget_bytes, int(self.tree.depth_U.max(initial=-1)) + 1
+        assert budget is not None  # else nothing exceeds it
+        most = budget // self.footprint.bytes_per_token(self.forward_only) * self.footprint.num_shards
+        for quarters in (4, 3, 2, 1, 0):
+            depth = most * quarters // 4
+            if depth >= longest:
+                continue  # the same tree again
+            labels_N = trie_labels(self.batch, self.tree, self.max_tokens, depth)
+            batch = with_labels(self.batch, labels_N)
+            draft = _Draft(
+                batch, build_tree(batch), self.max_tokens, self.shape, self.footprint, self.forward_only, self.cost,
+                self.system,
+            )  # fmt: skip
+            with contextlib.suppress(MemoryBudgetError):
+                plan = draft.on_device()
+                copies = draft.tree.num_tokens - self.tree.num_tokens
+                yield dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, recomputed_tokens=copies))
+                return
+
+    def _arrange(self, *, at_forks: bool, fits: bool = True) -> tuple[Pieces, tuple[Wave, ...], int]:
+        pieces = assemble(
+            self.tree,
+            self.edges,
+            self.division.cut(at_forks),
+            self.division.bins,
+            self.cost_U,
+            executions=1 if self.forward_only else 2,
+            cache=self.system.cache,
+        )
+        cache, forward_only = self.system.cache, self.forward_only
+        return pieces, *plan_waves(self.batch, self.tree, pieces, self.footprint, forward_only, cache, fits=fits)
+
+    def _plan(
+        self, pieces: Pieces, waves: tuple[Wave, ...], peak: int, tiers: TierSchedule | None = None
+    ) -> ExecutionPlan:
+        largest = max((mb.num_tokens for mb in pieces.micro_batches), default=0)  # psrl's own never exceed max_tokens
+        return ExecutionPlan(
+            forward_only=self.forward_only,
+            max_tokens=max(self.max_tokens, largest),
+            token_ids_U=self.tree.token_ids_U,
+            position_ids_U=self.tree.position_ids_U,
+            index_N=self.tree.index_N,
+            edges=self.edges,
+            micro_batches=pieces.micro_batches if self.forward_only else _with_completions(pieces, self.edges, waves),
+            blocks=pieces.blocks,
+            waves=waves,
+            stats=_with_transfers(self._stats(pieces, waves, peak), tiers),
+            cache=self.system.cache,
+            tiers=tiers,
+        )
+
+    def _stats(self, pieces: Pieces, waves: tuple[Wave, ...], peak: int) -> PlanStats:
+        tree, shape, spine_U, num_rows_U = self.tree, self.shape, self.division.spine_U, self.num_rows_U
+        pairs_U, seqlens = tree.depth_U + 1, self.batch.seqlens_S
+        num_tokens = self.batch.num_tokens
+        every = Work(num_tokens, int((seqlens * (seqlens + 1) // 2).sum()), num_tokens)
+        path, spine_path = (
+            sum(mb.path_len for mb in pieces.micro_batches if mb.is_spine or not only_spine)
+            for only_spine in (False, True)
+        )
+        unique = Work(tree.num_tokens, int(pairs_U.sum()), int(num_rows_U.sum()), path)
+        spine = Work(int(spine_U.sum()), int(pairs_U[spine_U].sum()), int(num_rows_U[spine_U].sum()), spine_path)
+        flops_unshared, flops_shared = shape.forward_flops(every), shape.forward_flops(unique)
+        if not self.forward_only:
+            flops_unshared += shape.backward_flops(every)
+            flops_shared += shape.backward_flops(unique) + shape.forward_flops(spine)
+        return PlanStats(
+            num_samples=self.batch.num_samples,
+            num_tokens=num_tokens,
+            unique_tokens=tree.num_tokens,
+            spine_tokens=spine.tokens,
+            num_micro_batches=len(pieces.micro_batches),
+            num_waves=len(waves),
+            kv_bytes_peak=peak,
+            flops_unshared=flops_unshared,
+            flops_shared=flops_shared,
+        )
 
 
 def _rows_per_token(edges: Edges, num_unique: int) -> np.ndarray:
@@ -115,119 +233,6 @@ def _rows_per_token(edges: Edges, num_unique: int) -> np.ndarray:
     new_row = np.ones(edges.num_edges, dtype=bool)  # edges are ordered by (source, temperature, label)
     new_row[1:] = (np.diff(edges.source_E) != 0) | (np.diff(edges.temperature_E) != 0)
     return np.bincount(edges.source_E[new_row], minlength=num_unique)
-
-
-# ---------------------------------------------------------------------------------------------- order and waves
-def _plan_waves(
-    batch: SampleBatch,
-    tree: PrefixTree,
-    pieces: Pieces,
-    footprint: KVFootprint,
-    forward_only: bool,
-    cache: CachePolicy,
-    *,
-    fits: bool,
-) -> tuple[tuple[Wave, ...], int]:
-    """Order the micro-batches within the cache budget. Returns the waves and the peak in bytes.
-
-    Args:
-        fits: raise where the budget cannot be kept; otherwise, come as close to it as waves can.
-    """
-    budget = footprint.budget_bytes
-    ledger = BlockLedger(pieces.blocks, pieces.micro_batches, forward_only, cache)
-    whole = _forward_wave(pieces) if forward_only else _training_wave(pieces, 0, pieces.num_segments - 1, set())
-    peak = wave_peak(ledger.copy(), whole, footprint)
-    if budget is None or peak <= budget:
-        return (whole,), peak
-    if forward_only:
-        if fits:
-            raise _budget_error(batch, tree, pieces, 0, peak, budget)
-        return (whole,), peak
-
-    waves: list[Wave] = []
-    done: set[int] = set()
-    start, peak = 0, 0
-    while start < pieces.num_segments:
-        chosen: tuple[int, Wave, BlockLedger, int] | None = None
-        needed = 0
-        for stop in range(start, pieces.num_segments):
-            wave, after = _training_wave(pieces, start, stop, done), ledger.copy()
-            needed = wave_peak(after, wave, footprint)
-            if needed > budget and (fits or (chosen is not None and chosen[1].pass2)):
-                break  # what does not fit anyway at least ends something
-            chosen = (stop, wave, after, needed)
-        if chosen is None:
-            raise _budget_error(batch, tree, pieces, start, needed, budget)
-        stop, wave, ledger, needed = chosen
-        waves.append(wave)
-        done.update(wave.pass2)
-        start, peak = stop + 1, max(peak, needed)
-    return tuple(waves), peak
-
-
-def _leaves_by_segment(pieces: Pieces) -> dict[int, list[int]]:
-    """Leaf micro-batches by the segment that holds the end of their path; -1: no path."""
-    leaves: defaultdict[int, list[int]] = defaultdict(list)
-    for index, tip in enumerate(pieces.tip_segments):
-        if not pieces.micro_batches[index].is_spine:
-            leaves[tip].append(index)
-    return leaves
-
-
-def _forward_wave(pieces: Pieces) -> Wave:
-    """Every segment followed by the leaf micro-batches that hang off it: ancestors first, K/V freed early."""
-    leaves = _leaves_by_segment(pieces)
-    order = [m for segment in range(pieces.num_segments) for m in (segment, *leaves[segment])]
-    return Wave(tuple(order + leaves[-1]), ())
-
-
-def _training_wave(pieces: Pieces, start: int, stop: int, done: set[int]) -> Wave:
-    """Pass 1 over segments ``start..stop``; pass 2 over every segment not ``done`` that no later one descends from."""
-    leaves = _leaves_by_segment(pieces)
-    pass2: list[int] = []
-    for segment in range(stop, -1, -1):
-        if segment not in done and pieces.last_descendant[segment] <= stop:
-            pass2 += [*leaves[segment], segment]
-    if stop == pieces.num_segments - 1:
-        pass2 += leaves[-1]
-    return Wave(tuple(range(start, stop + 1)), tuple(pass2))
-
-
-def _budget_error(
-    batch: SampleBatch, tree: PrefixTree, pieces: Pieces, segment: int, needed: int, budget: int
-) -> MemoryBudgetError:
-    sample = _sample_of(batch, tree, pieces, segment)
-    error = MemoryBudgetError(
-        f"sample {sample} ({batch.seqlens_S[sample]:,} tokens) needs {needed:,} bytes of KV cache at once, but "
-        f"psrl.kv_cache_bytes allows {budget:,}: raise psrl.kv_cache_bytes, or raise psrl.max_tokens so that fewer "
-        "tokens are cached"
-    )
-    error.sample = sample
-    return error
-
-
-def _sample_of(batch: SampleBatch, tree: PrefixTree, pieces: Pieces, micro_batch: int) -> int:
-    """A sample that holds the micro-batch's last token."""
-    token = int(pieces.micro_batches[micro_batch].tokens_T[-1])
-    position = int(np.flatnonzero(tree.index_N == token)[0])
-    return int(np.searchsorted(batch.cu_seqlens, position, side="right")) - 1
-
-
-def _transfers(
-    batch: SampleBatch,
-    tree: PrefixTree,
-    pieces: Pieces,
-    waves: tuple[Wave, ...],
-    footprint: KVFootprint,
-    host: HostTier,
-) -> TierSchedule:
-    """``schedule_transfers``, whose errors name a sample."""
-    try:
-        return schedule_transfers(pieces.micro_batches, pieces.blocks, waves, footprint, host)
-    except MemoryBudgetError as error:
-        if error.micro_batch is not None:
-            error.sample = _sample_of(batch, tree, pieces, error.micro_batch)
-        raise
 
 
 def _with_transfers(stats: PlanStats, tiers: TierSchedule | None) -> PlanStats:
@@ -257,40 +262,4 @@ def _with_completions(pieces: Pieces, edges: Edges, waves: tuple[Wave, ...]) -> 
     return tuple(
         dataclasses.replace(mb, completes=np.asarray(samples, dtype=np.int64))
         for mb, samples in zip(micro_batches, completes, strict=True)
-    )
-
-
-def _stats(
-    batch: SampleBatch,
-    tree: PrefixTree,
-    spine_U: np.ndarray,
-    num_rows_U: np.ndarray,
-    pieces: Pieces,
-    waves: tuple[Wave, ...],
-    peak: int,
-    shape: ModelShape,
-    forward_only: bool,
-) -> PlanStats:
-    pairs_U = tree.depth_U + 1
-    seqlens = batch.seqlens_S
-    every = Work(batch.num_tokens, int((seqlens * (seqlens + 1) // 2).sum()), batch.num_tokens)
-    path, spine_path = (
-        sum(mb.path_len for mb in pieces.micro_batches if mb.is_spine or not only_spine) for only_spine in (False, True)
-    )
-    unique = Work(tree.num_tokens, int(pairs_U.sum()), int(num_rows_U.sum()), path)
-    spine = Work(int(spine_U.sum()), int(pairs_U[spine_U].sum()), int(num_rows_U[spine_U].sum()), spine_path)
-    flops_unshared, flops_shared = shape.forward_flops(every), shape.forward_flops(unique)
-    if not forward_only:
-        flops_unshared += shape.backward_flops(every)
-        flops_shared += shape.backward_flops(unique) + shape.forward_flops(spine)
-    return PlanStats(
-        num_samples=batch.num_samples,
-        num_tokens=batch.num_tokens,
-        unique_tokens=tree.num_tokens,
-        spine_tokens=spine.tokens,
-        num_micro_batches=len(pieces.micro_batches),
-        num_waves=len(waves),
-        kv_bytes_peak=peak,
-        flops_unshared=flops_unshared,
-        flops_shared=flops_shared,
     )

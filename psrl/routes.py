@@ -69,7 +69,7 @@ def share_last_tokens(batch: SampleBatch, routes: SampleRoutes) -> SampleRoutes:
     last_S = batch.cu_seqlens[1:] - 1
     last_S = last_S[routes.ids_N[last_S] == NATIVE]
     parents = np.unique(tree.parent_U[tree.index_N[last_S]])
-    ids_U = _of_unique(routes, tree)
+    ids_U = _of_unique(routes, tree.index_N)
     known: dict[tuple[int, int, int], int] = {}
     for token in np.flatnonzero((ids_U != NATIVE) & np.isin(tree.parent_U, parents)).tolist():
         known.setdefault(_place(tree, token), int(ids_U[token]))
@@ -80,18 +80,22 @@ def share_last_tokens(batch: SampleBatch, routes: SampleRoutes) -> SampleRoutes:
     return dataclasses.replace(routes, ids_N=ids_N)
 
 
-def unique_experts(routes: SampleRoutes, tree: PrefixTree) -> ExpertArray:
-    """[U, L, K] experts of every unique token, ``NATIVE`` where the router decides."""
-    ids_U = _of_unique(routes, tree)
+def unique_experts(routes: SampleRoutes, index_N: IntArray) -> ExpertArray:
+    """[U, L, K] experts of every unique token, ``NATIVE`` where the router decides.
+
+    Args:
+        index_N: unique token of every token.
+    """
+    ids_U = _of_unique(routes, index_N)
     experts_ULK = np.full((len(ids_U), *routes.table_RLK.shape[1:]), NATIVE, dtype=np.int16)
     is_replayed_U = ids_U != NATIVE
     experts_ULK[is_replayed_U] = routes.table_RLK[ids_U[is_replayed_U]]
     return experts_ULK
 
 
-def _of_unique(routes: SampleRoutes, tree: PrefixTree) -> IntArray:
-    ids_U = np.empty(tree.num_tokens, dtype=np.int64)
-    ids_U[tree.index_N] = routes.ids_N  # equal wherever a token is shared
+def _of_unique(routes: SampleRoutes, index_N: IntArray) -> IntArray:
+    ids_U = np.empty(int(index_N.max(initial=-1)) + 1, dtype=np.int64)
+    ids_U[index_N] = routes.ids_N  # equal wherever a token is shared
     return ids_U
 
 

@@ -9,11 +9,8 @@ Shape legend: N tokens of all samples.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from psrl.errors import ConfigError
 from psrl.micro_batching import (
@@ -25,6 +22,7 @@ from psrl.micro_batching import (
     by_tokens,
     page_labels,
     trie_labels,
+    with_labels,
 )
 from psrl.tree import PrefixTree, build_tree
 from psrl.types import CachePolicy, IntArray, SampleBatch
@@ -52,11 +50,7 @@ class System:
         """The batch with the system's labels as one more input that has to be equal. Plans are made of that batch."""
         if self.labels is None or not batch.num_samples:
             return batch
-        label_N1 = self.labels(batch, build_tree(batch), max_tokens)[:, None]
-        extra = batch.extra_inputs_NK
-        return dataclasses.replace(
-            batch, extra_inputs_NK=label_N1 if extra is None else np.concatenate([extra, label_N1], axis=1)
-        )
+        return with_labels(batch, self.labels(batch, build_tree(batch), max_tokens))
 
 
 def paged(name: str, stands_for: str, page_tokens: int, *, keeps: bool, stores_leaves: bool) -> System:

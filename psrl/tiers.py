@@ -104,6 +104,8 @@ class HostTier:
     recompute). A layer in no group does not."""
     policy: str = "belady"
     """Which unit leaves the device: ``belady``, that with the farthest next use, or for comparison ``lru``."""
+    flops_per_byte: float = 16_000.0
+    """FLOPs that the device does in the time a byte takes over the link to the host, where neither hides the other."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

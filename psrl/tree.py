@@ -10,11 +10,12 @@ Shape legend: N tokens of all samples, S samples, U unique tokens in preorder, K
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from psrl.errors import InputError
-from psrl.types import IntArray, SampleBatch
+from psrl.types import ExecutionPlan, IntArray, SampleBatch
 
 _POSITION_LIMIT = 1 << 31
 
@@ -60,6 +61,19 @@ class PrefixTree:
             is_ancestor = self.end_U[token - step] > token and self.depth_U[token - step] == depth - step
             low, high = (step, high) if is_ancestor else (low, step - 1)
         return token - low
+
+
+def tree_of(plan: ExecutionPlan, batch: SampleBatch) -> PrefixTree:
+    """The tree that ``plan`` was made of, whatever kept equal tokens of ``batch`` apart."""
+    num_unique = len(plan.token_ids_U)
+    parent_U, depth_U = np.full(num_unique, -1, dtype=np.int64), np.zeros(num_unique, dtype=np.int64)
+    end_U = np.arange(1, num_unique + 1, dtype=np.int64)
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        path = plan.index_N[start:end]
+        parent_U[path[1:]] = path[:-1]
+        depth_U[path] = np.arange(len(path))
+        end_U[path] = np.maximum(end_U[path], path[-1] + 1)  # the last token of a subtree ends a sample
+    return PrefixTree(plan.token_ids_U, plan.position_ids_U, parent_U, end_U, depth_U, plan.index_N)
 
 
 def token_keys(batch: SampleBatch) -> IntArray:

@@ -209,6 +209,12 @@ class PlanStats:
     kv_bytes_to_host: int = 0
     """Bytes copied from the device to the host."""
     kv_bytes_to_device: int = 0
+    recomputed_tokens: int = 0
+    """Of ``unique_tokens``, those that are there again because the budget cannot hold the K/V of their first copy."""
+
+    @property
+    def kv_bytes_moved(self) -> int:
+        return self.kv_bytes_to_host + self.kv_bytes_to_device
 
     @property
     def prefix_match_rate(self) -> float:
@@ -228,6 +234,8 @@ class ExecutionPlan:
     max_tokens: int
     token_ids_U: IntArray
     position_ids_U: IntArray
+    index_N: IntArray
+    """Unique token of every token of the samples."""
     edges: Edges
     micro_batches: tuple[MicroBatch, ...]
     blocks: tuple[KVBlock, ...]

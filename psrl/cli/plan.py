@@ -33,6 +33,14 @@ KVCacheBytes = Annotated[
 KVHostBytes = Annotated[
     int | None, _option(_PLAN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
 ]
+KVRecompute = Annotated[
+    bool,
+    typer.Option(
+        "--kv-recompute/--no-kv-recompute",
+        help="Compute prefixes again where the budget holds them in no other way.",
+        rich_help_panel=_PLAN,
+    ),
+]
 ForwardOnly = Annotated[
     bool,
     typer.Option("--forward-only", help="Plan old log-prob or reference, not an update.", rich_help_panel=_PLAN),
@@ -57,6 +65,7 @@ def plan(
     max_tokens: MaxTokens = 4096,
     kv_cache_bytes: KVCacheBytes = None,
     kv_host_bytes: KVHostBytes = None,
+    kv_recompute: KVRecompute = True,
     forward_only: ForwardOnly = False,
     limit: Limit = None,
     tokenizer: Tokenizer = None,
@@ -73,6 +82,7 @@ def plan(
         max_tokens=max_tokens,
         kv_cache_bytes=kv_cache_bytes,
         kv_host_bytes=kv_host_bytes,
+        kv_recompute=kv_recompute,
         forward_only=forward_only,
         limit=limit,
         tokenizer=tokenizer,

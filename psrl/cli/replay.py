@@ -71,6 +71,14 @@ KVCacheBytes = Annotated[int | None, _option(_RUN, "Most bytes of cached K/V and
 KVHostBytes = Annotated[
     int | None, _option(_RUN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
 ]
+KVRecompute = Annotated[
+    bool,
+    typer.Option(
+        "--kv-recompute/--no-kv-recompute",
+        help="Compute prefixes again where the budget holds them in no other way.",
+        rich_help_panel=_RUN,
+    ),
+]
 Seed = Annotated[int, _option(_RUN, "Seed of the random model and of the workers.")]
 Tolerance = Annotated[
     float | None,
@@ -128,6 +136,7 @@ def replay(
     recompute: Recompute = "none",
     kv_cache_bytes: KVCacheBytes = None,
     kv_host_bytes: KVHostBytes = None,
+    kv_recompute: KVRecompute = True,
     seed: Seed = 42,
     tolerance: Tolerance = None,
     tp: TP = 1,
@@ -155,7 +164,8 @@ def replay(
         parallel=Parallel(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp), dtype=dtype, sharing=sharing,
         system=system, max_tokens=max_tokens, mini_batch=mini_batch, steps=steps, repeat=repeat, attention=attention,
         unshared_attention=unshared_attention, recompute=recompute, kv_cache_bytes=kv_cache_bytes,
-        kv_host_bytes=kv_host_bytes, seed=seed, tolerance=tolerance, loss=loss, loss_agg_mode=loss_agg_mode,
+        kv_host_bytes=kv_host_bytes, kv_recompute=kv_recompute, seed=seed, tolerance=tolerance, loss=loss,
+        loss_agg_mode=loss_agg_mode,
         loss_scale_factor=loss_scale_factor, entropy_coeff=entropy_coeff, kl_coef=kl_coef, temperature=temperature,
         lr=lr, limit=limit, tokenizer=tokenizer, mode=mode, dump=dump, json=json,
     )  # fmt: skip

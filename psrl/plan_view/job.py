@@ -22,7 +22,7 @@ from psrl.plan_view.timeline import Timeline, make_timeline
 from psrl.plan_view.trace import make_trace
 from psrl.planner import build_plan
 from psrl.tiers import HostTier
-from psrl.tree import build_tree
+from psrl.tree import tree_of
 from psrl.types import ExecutionPlan, SampleBatch
 
 
@@ -52,7 +52,7 @@ def run_plan(options: PlanOptions, note: Callable[[str], None]) -> ExecutionPlan
     if options.trace is not None:
         write_json("--trace", options.trace, make_trace(planned.plan, planned.timeline))
     if options.html is not None:
-        tree = build_tree(planned.batch)
+        tree = tree_of(planned.plan, planned.batch)
         picture = make_picture(planned.plan, tree, planned.timeline, planned.decode)
         write_text("--html", options.html, make_page(title, picture))
     if options.json is not None:
@@ -82,6 +82,7 @@ def plan_files(options: PlanOptions, model: ShapedModel, note: Callable[[str], N
         footprint=footprint,
         forward_only=options.forward_only,
         host=HostTier(options.kv_host_bytes, model.shape.num_layers) if options.kv_host_bytes else None,
+        recompute=options.kv_recompute,
     )
     decode = load_decoder(options.tokenizer) if options.tokenizer is not None or is_chat else None
     return PlannedFile(batch, plan, make_timeline(plan, model.shape, footprint), decode)
@@ -146,6 +147,7 @@ def _print(planned: PlannedFile, model: ShapedModel) -> None:
         ("KV blocks", f"{len(plan.blocks):,}"),
         (f"peak KV bytes, {model.name}", f"{stats.kv_bytes_peak:,} ({format_bytes(stats.kv_bytes_peak)})"),
         *_host_rows(plan),
+        *([("tokens computed again", f"{stats.recomputed_tokens:,}")] if stats.recomputed_tokens else []),
         ("predicted speed-up", f"{stats.ideal_speedup:.2f}x"),
     ):
         table.add_row(name, value)

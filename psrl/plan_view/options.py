@@ -24,6 +24,7 @@ class PlanOptions:
     max_tokens: int = 4096
     kv_cache_bytes: int | None = None
     kv_host_bytes: int | None = None
+    kv_recompute: bool = True
     forward_only: bool = False
     """The single pass of old log-prob and reference instead of an update."""
     limit: int | None = None

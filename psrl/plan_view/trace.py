@@ -45,6 +45,7 @@ def make_trace(plan: ExecutionPlan, timeline: Timeline) -> dict[str, Any]:
             "tokens": stats.num_tokens,
             "unique_tokens": stats.unique_tokens,
             "spine_tokens": stats.spine_tokens,
+            "recomputed_tokens": stats.recomputed_tokens,
             "kv_bytes_peak": stats.kv_bytes_peak,
             "kv_host_bytes_peak": stats.kv_host_bytes_peak,
             "kv_bytes_to_host": stats.kv_bytes_to_host,

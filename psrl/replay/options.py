@@ -99,6 +99,7 @@ class ReplayOptions:
     recompute: str = "none"
     kv_cache_bytes: int | None = None
     kv_host_bytes: int | None = None
+    kv_recompute: bool = True
     loss: str = "vanilla"
     loss_agg_mode: str | None = None
     """None: ``default_loss_agg_mode``."""

@@ -64,6 +64,7 @@ def make_record(
         "unique_tokens": unique,
         "prefix_match_rate": 1.0 - unique / num_tokens,
         "spine_tokens": update["spine_tokens"],
+        "recomputed_tokens": update["recomputed_tokens"],
         "micro_batches": update["micro_batches"] if shared else update["forwards_unshared"],
         "waves": update["waves"],
         "kv_bytes_peak": _largest(phases, "kv_bytes_peak"),
@@ -103,7 +104,8 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
     if run is None:
         return dict.fromkeys(
             ("ideal_speedup", "planning_seconds", "planning_wait_seconds", "planning_share", "unique_tokens",
-             "spine_tokens", "micro_batches", "waves", "kv_bytes_peak", "kv_bytes_predicted", *_HOST_KEYS)
+             "spine_tokens", "recomputed_tokens", "micro_batches", "waves", "kv_bytes_peak", "kv_bytes_predicted",
+             *_HOST_KEYS)
         )  # fmt: skip
     reports = run.first.reports
     stats = [report.stats for report in reports]
@@ -114,6 +116,7 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
         "planning_share": run.planning_seconds / sum(seconds.wall for seconds in run.seconds),
         "unique_tokens": sum(s.unique_tokens for s in stats),
         "spine_tokens": sum(s.spine_tokens for s in stats),
+        "recomputed_tokens": sum(s.recomputed_tokens for s in stats),
         "micro_batches": sum(s.num_micro_batches for s in stats),
         "waves": sum(s.num_waves for s in stats),
         "kv_bytes_peak": max(report.kv_bytes_measured for report in reports),
@@ -185,6 +188,7 @@ def _figures(record: Mapping[str, Any]) -> Table:
         ("peak KV bytes, predicted", _count(record["kv_bytes_predicted"])),
         ("peak KV bytes, measured", _count(record["kv_bytes_peak"])),
         *_host_rows(record),
+        *([("tokens computed again", _count(again))] if (again := record["recomputed_tokens"]) else []),
     )
     for name, value in rows:
         table.add_row(name, value)

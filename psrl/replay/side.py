@@ -62,6 +62,7 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
         infer_max_tokens=max_tokens,
         kv_cache_bytes=options.kv_cache_bytes,
         kv_host_bytes=options.kv_host_bytes,
+        kv_recompute=options.kv_recompute,
         attention_backend=options.attention_of(shares=name != UNSHARED),
     )
 

@@ -60,7 +60,7 @@ class Sides:
 
     Raises:
         ConfigError: the rows do not divide into the grid, or veRL cannot cut them.
-        MemoryBudgetError: the budget of the cache cannot hold one path.
+        MemoryBudgetError: the budget of the cache cannot hold what a sample has beyond a micro-batch.
     """
 
     trace: SimulatedTrace
@@ -140,6 +140,7 @@ class Sides:
             shape=model.shape,
             footprint=footprint,
             forward_only=forward_only,
+            recompute=True,
         )
         return Batch(samples.num_samples, samples.num_tokens, tuple(shared_passes(plan)), plan.stats)
 

@@ -251,9 +251,31 @@ def test_waves_give_the_same_gradients(checkpoint, worker, share):
     assert waved.report.kv_bytes_measured == waved.report.stats.kv_bytes_peak <= budget
 
 
-def test_a_budget_below_one_root_path_is_an_error(worker):
+@pytest.mark.parametrize("share", [0.3, 0.0])
+def test_prefixes_computed_again_give_the_same_gradients(checkpoint, worker, share):
+    """Where the budget does not hold a root path: what it holds is still shared between micro-batches."""
+    rows, loss_fn = tree_rows(depth=4) + step_rows(1, 4), ppo_loss_fn(entropy_coeff=0.1)
+    max_tokens = max(len(row.input_ids) for row in rows)
+    whole = run_update(worker(), rows, loss_fn, max_tokens=max_tokens, calculate_entropy=True)
+    budget = max(1, int(whole.report.stats.kv_bytes_peak * share))
+    outcome = run_update(worker(kv_bytes=budget), rows, loss_fn, max_tokens=max_tokens, calculate_entropy=True)
+    check_equal(outcome, whole)
+    check_against_truth(outcome, hf_truth(checkpoint(), rows, loss_fn, calculate_entropy=True), rows, 2e-6)
+    stats = outcome.report.stats
+    assert outcome.report.kv_bytes_measured == stats.kv_bytes_peak <= budget
+    assert (stats.spine_tokens > 0) == (share > 0) and stats.num_tokens > stats.unique_tokens
+    assert stats.unique_tokens - whole.report.stats.unique_tokens == stats.recomputed_tokens > 0
+    forward = run_inference(worker(kv_bytes=budget), rows, max_tokens=max_tokens)
+    for got, want in zip(forward.model_output["log_probs"], outcome.model_output["log_probs"], strict=True):
+        assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_budget_that_cannot_be_kept_is_an_error(worker):
     with pytest.raises(MemoryBudgetError, match=r"psrl\.kv_cache_bytes allows 100"):
         run_update(worker(kv_bytes=100), tree_rows(), ppo_loss_fn(), max_tokens=2)
+    rows = tree_rows(depth=4)
+    with pytest.raises(MemoryBudgetError, match=r"psrl\.kv_cache_bytes allows 100"):
+        run_update(worker(kv_bytes=100, kv_recompute=False), rows, ppo_loss_fn(), max_tokens=40)
 
 
 def test_adam_gives_the_same_weights_under_every_plan(checkpoint):

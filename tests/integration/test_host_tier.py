@@ -74,8 +74,8 @@ def worker(checkpoint):
 
 
 def budgeted(worker, kv_bytes: int | None, host_bytes: int | None = HOST):
-    """The worker with other budgets."""
-    config = PSRLConfig(kv_cache_bytes=kv_bytes, kv_host_bytes=host_bytes)
+    """The worker with other budgets, and the host as the last tier."""
+    config = PSRLConfig(kv_cache_bytes=kv_bytes, kv_host_bytes=host_bytes, kv_recompute=False)
     object.__setattr__(worker.engine.engine_config, "psrl", config)
     return worker
 

@@ -91,6 +91,29 @@ def test_host_tier(pool, checkpoint, name):
         assert report.kv_bytes == report.kv_bytes_predicted and report.kv_bytes.to_host > 0
 
 
+AGAIN = {
+    "tp-cp": (Layout(tp=2, cp=2), "tree", {}),
+    "vpp-full": (Layout(pp=2, vpp=2), "wide", {"recompute": "full"}),
+    "tp-ep": (Layout(tp=2, ep=2), "wide", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGAIN)
+def test_prefixes_computed_again(pool, checkpoint, name):
+    """A budget below one root path, micro-batches of the longest sample: every rank shares less, all ranks alike."""
+    layout, forest, engine = AGAIN[name]
+    longest = max(len(row.input_ids) for row in ROWS[forest]())
+    results, _ = check(
+        pool, layout, forest=forest, checkpoint=checkpoint(*(["qwen3_moe"] if layout.ep > 1 else [])), engine=engine,
+        kv_share=0.3, budgets=(-(-longest // layout.cp),),
+    )  # fmt: skip
+    for result in results:
+        report = result.reports[-1]
+        assert report.kv_bytes == report.kv_bytes_predicted
+    assert any(result.reports[-1].stats.recomputed_tokens > 0 for result in results)
+
+
 @pytest.mark.slow
 def test_per_token_loss(pool, checkpoint):
     """Gradients are summed over ranks and divided by token counts, whatever the micro-batches."""
@@ -217,6 +240,25 @@ def test_losses_and_statistics_of_routers(pool, checkpoint, name):
     check_router_losses(results, want, 5)
     biases = {name: grad for name, grad in results[0].grads[5].items() if name.endswith("correction_bias")}
     assert len(biases) == 2 and all(bias.abs().max() > 0 for bias in biases.values())
+
+
+@pytest.mark.slow
+def test_routers_count_prefixes_computed_again_as_often_as_their_samples(pool, checkpoint):
+    """With losses and biases of routers an update has two plans, here of different unique tokens."""
+    rows = ROWS["tree"]()
+    longest = max(len(row.input_ids) for row in rows)
+    results, want = check(
+        pool,
+        Layout(tp=2, pp=2, ep=2, etp=1),
+        budgets=(longest,),
+        forest="tree",
+        checkpoint=checkpoint("qwen3_moe", layers=2, expert_bias=True),
+        engine={"override_transformer_config": BIASED},
+        expert_bias=True,
+        psrl={"kv_cache_bytes": 1},
+    )
+    check_router_losses(results, want, longest)
+    assert all(result.reports[longest].stats.recomputed_tokens > 0 for result in results)
 
 
 LAYOUTS_OF_TWO_REPLICAS = {

@@ -318,7 +318,8 @@ def test_public_options_are_these():
     ]  # fmt: skip
     assert options("replay") == [
         "--attention", "--cp", "--dp", "--dtype", "--dump", "--entropy-coeff", "--ep", "--heads", "--hidden", "--json",
-        "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--kv-host-bytes", "--layers", "--limit", "--loss",
+        "--kl-coef", "--kv-cache-bytes", "--kv-heads", "--kv-host-bytes", "--kv-recompute", "--layers", "--limit",
+        "--loss",
         "--loss-agg-mode", "--loss-scale-factor", "--lr", "--max-tokens", "--mini-batch", "--mode", "--model", "--pp",
         "--recompute", "--repeat", "--seed", "--sharing", "--steps", "--system", "--temperature", "--tokenizer",
         "--tolerance", "--tp", "--unshared-attention", "--vpp", "files",

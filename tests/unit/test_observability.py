@@ -61,6 +61,12 @@ def test_the_host_tier_where_it_is_in_use():
     assert (metrics["psrl/update/kv_bytes_to_host"], metrics["psrl/update/kv_bytes_to_device"]) == (120.0, 160.0)
 
 
+def test_tokens_computed_again_where_there_are_any():
+    metrics = phase_metrics("update", [[record(10, 5), record(10, 7, recomputed_tokens=2)]])
+    assert metrics["psrl/update/recomputed_tokens"] == 2.0
+    assert "psrl/update/recomputed_tokens" not in phase_metrics("update", [[record(10, 5)]])
+
+
 def test_ranks_without_outputs_and_phases_that_did_not_run():
     assert phase_metrics("ref", [[], []]) == {}
     assert phase_metrics("ref", [[], [record(10, 5)]])["psrl/ref/load_imbalance"] == 1.0

@@ -190,7 +190,8 @@ def test_the_command_writes_all_three(trace_file: Path, tmp_path: Path):
 def test_public_options_are_these():
     params = typer.main.get_command(app).commands["plan"].params  # type: ignore[attr-defined]
     assert sorted(name for param in params for name in (param.opts or [param.name]) if name != "--help") == [
-        "--dtype", "--forward-only", "--html", "--json", "--kv-cache-bytes", "--kv-host-bytes", "--limit",
+        "--dtype", "--forward-only", "--html", "--json", "--kv-cache-bytes", "--kv-host-bytes", "--kv-recompute",
+        "--limit",
         "--max-tokens", "--mode", "--shape", "--tokenizer", "--trace", "files",
     ]  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_tokens_are_shared_where_routes_agree_on_the_whole_prefix():
     assert tree.num_tokens == 8
     assert tree.index_N[[0, 1, 2]].tolist() == tree.index_N[[8, 9, 10]].tolist()
     assert tree.index_N[0] == tree.index_N[4] and not set(tree.index_N[:4]) & set(tree.index_N[5:8])
-    experts = unique_experts(routes, tree)
+    experts = unique_experts(routes, tree.index_N)
     assert experts[tree.index_N, 0].tolist() == np.sort(routes.table_RLK[routes.ids_N][:, 0]).tolist()
 
 
@@ -75,7 +75,7 @@ def test_a_last_token_without_a_route_takes_that_of_a_longer_sample():
     assert shared.ids_N[last[1:]].tolist() == [NATIVE] * 3
     tree = build_tree(with_routes(batch, shared))
     assert tree.num_tokens == 8 == build_tree(batch).num_tokens
-    assert (unique_experts(shared, tree)[tree.index_N[last[1:]]] == NATIVE).all()
+    assert (unique_experts(shared, tree.index_N)[tree.index_N[last[1:]]] == NATIVE).all()
 
 
 @settings(max_examples=60)

@@ -14,7 +14,7 @@ from psrl.plan_check import check_plan
 from psrl.plan_view.policies import adaptive, paged, radix
 from psrl.plan_view.timeline import make_timeline
 from psrl.planner import build_plan
-from psrl.tree import build_tree
+from psrl.tree import build_tree, tree_of
 from psrl.types import SampleBatch
 from tests.helpers.traces import recorded_batch
 
@@ -98,7 +98,9 @@ def check_workload(batch, max_tokens, forward_only, share):
     """No plan violates an invariant, and every cache simulator agrees with the plan's bytes."""
 
     def plan_with(footprint):
-        return build_plan(batch, max_tokens=max_tokens, shape=SHAPE, footprint=footprint, forward_only=forward_only)
+        return build_plan(
+            batch, max_tokens=max_tokens, shape=SHAPE, footprint=footprint, forward_only=forward_only, recompute=True
+        )
 
     footprint, plan = FOOTPRINT, plan_with(FOOTPRINT)
     if share is not None:
@@ -106,7 +108,7 @@ def check_workload(batch, max_tokens, forward_only, share):
         try:
             footprint, plan = limited, plan_with(limited)
         except MemoryBudgetError:
-            footprint = FOOTPRINT  # test_planner.py bounds when that may happen
+            footprint = FOOTPRINT  # a sample is longer than a micro-batch: test_recompute.py, test_planner.py
     check_plan(plan, batch, footprint)
     timeline = make_timeline(plan, SHAPE, footprint)
     own = adaptive(timeline)
@@ -116,7 +118,7 @@ def check_workload(batch, max_tokens, forward_only, share):
     assert (last.kv_bytes_after, last.grad_bytes_after) == (0, 0)
     assert timeline.flops == pytest.approx(plan.stats.flops_shared)
 
-    tree = build_tree(batch)
+    tree = tree_of(plan, batch)
     pages, tokens = paged(plan, timeline, batch, tree, footprint), radix(plan, timeline, footprint)
     assert tokens.kv_peak == 10 * plan.stats.unique_tokens and tokens.recomputed_tokens == 0
     assert pages.kv_peak >= tokens.kv_peak >= own.kv_peak

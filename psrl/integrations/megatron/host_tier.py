@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from psrl.config import PSRLConfig
 from psrl.tiers import HostTier
 
 
-def host_tier(config: Any, num_layers: int, budget_bytes: int | None) -> HostTier | None:
+def host_tier(config: Any, num_layers: int, settings: PSRLConfig) -> HostTier | None:
     """None where there is no host memory to use.
 
     Args:
         config: ``TransformerConfig``.
         num_layers: of this rank, which has one pipeline stage only.
-        budget_bytes: ``psrl.kv_host_bytes``.
+        settings: the ``psrl`` group.
     """
-    return HostTier(budget_bytes, num_layers, repeated_layers(config, num_layers)) if budget_bytes else None
+    if not settings.kv_host_bytes:
+        return None
+    return HostTier(
+        settings.kv_host_bytes,
+        num_layers,
+        repeated_layers(config, num_layers),
+        flops_per_byte=settings.kv_host_flops_per_byte,
+    )
 
 
 def repeated_layers(config: Any, num_layers: int) -> tuple[tuple[int, ...], ...]:

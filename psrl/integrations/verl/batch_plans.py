@@ -49,7 +49,7 @@ class BatchPlans:
             samples = with_routes(samples, self.routes)
         self.samples = engine.sharing_system.prepare(samples, engine.max_tokens(self.data, forward_only))
         self.tree = build_tree(self.samples)
-        """For all plans of the mini-batch: they have the same unique tokens."""
+        """For all plans of the mini-batch, but for those that compute prefixes again (``psrl.kv_recompute``)."""
         self.asked: list[bool] = []
         """``forward_only`` of the plans that were asked for."""
         self._without_budget: dict[bool, ExecutionPlan] = {}
@@ -70,7 +70,7 @@ class BatchPlans:
     def plan(self, *, forward_only: bool) -> ExecutionPlan:
         """The plan within what the cache may take now. Collective over ranks that share it where there is a budget.
 
-        A plan whose peak fits the budget is the one that is made without a budget (``planner._plan_waves``).
+        A plan whose peak fits the budget is the one that is made without a budget (``waves.plan_waves``).
 
         Raises:
             MemoryBudgetError: the budget is too small.

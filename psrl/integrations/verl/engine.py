@@ -45,7 +45,7 @@ from psrl.runtime.attention import PathAccess, path_access, resolve_backend
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
-from psrl.systems import System, find_system
+from psrl.systems import PSRL, System, find_system
 from psrl.tree import PrefixTree
 from psrl.types import ExecutionPlan, SampleBatch
 
@@ -191,7 +191,8 @@ class PrefixSharingMixin(_Engine):
             forward_only=forward_only,
             tree=tree,
             system=self.sharing_system,
-            host=host_tier(config, self._planned_layers, self.psrl_config.kv_host_bytes),
+            host=host_tier(config, self._planned_layers, self.psrl_config),
+            recompute=self.psrl_config.kv_recompute and self.sharing_system is PSRL,
         )
 
     def cache_budget(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +79,7 @@ class MiniBatchRun:
         self._start = time.perf_counter() - waited
         self._planning_wait_seconds = waited
         self._engine, self._loss_function = engine, loss_function
-        self._plans, self._samples, self._tree = plans, plans.samples, plans.tree
+        self._plans, self._samples = plans, plans.samples
         self._rows = RowSelector(data)
         self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
@@ -88,6 +87,7 @@ class MiniBatchRun:
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
         self._loads: RouterLoads | None = None
+        self._recorded: TokenRoutes | None = None
 
     def forward(self) -> dict[str, Any]:
         """Outputs of all samples; the loss too, if there is a loss function. No gradients."""
@@ -171,7 +171,7 @@ class MiniBatchRun:
 
     def _run(self, plan: ExecutionPlan, on_edges: Callable[[BoundMicroBatch, dict[str, Tensor]], Tensor]) -> None:
         engine = self._engine
-        session = engine.new_session(plan, self._router_samples(plan), self._token_routes)
+        session = engine.new_session(plan, self._router_samples(plan), self._token_routes(plan))
 
         def on_output(micro_batch: BoundMicroBatch, output: Tensor, backward: bool) -> Tensor:
             outputs = engine.micro_batch_outputs(micro_batch, output, self._with_entropy)
@@ -186,30 +186,29 @@ class MiniBatchRun:
     def _router_samples(self, plan: ExecutionPlan) -> RouterSamples | None:
         if not self._engine.has_router_statistics:
             return None
-        token_counts_U = np.bincount(self._tree.index_N)  # samples that hold each unique token
+        token_counts_U = np.bincount(plan.index_N)  # samples that hold each unique token
         return RouterSamples(token_counts_U, self._samples.num_tokens, self._loads, is_counting=plan.forward_only)
 
     # --------------------------------------------------------------------------------------------------- routes
-    @cached_property
-    def _token_routes(self) -> TokenRoutes | None:
-        """For all plans of the mini-batch: they have the same unique tokens."""
+    def _token_routes(self, plan: ExecutionPlan) -> TokenRoutes | None:
         layers, device = self._engine.expert_layers, torch.device(get_device_id())
         if self._plans.route_task.is_recording:
-            return TokenRoutes.recording(
-                (self._tree.num_tokens, self._engine.tf_config.moe_router_topk), layers, device
+            self._recorded = TokenRoutes.recording(
+                (len(plan.token_ids_U), self._engine.tf_config.moe_router_topk), layers, device
             )
+            return self._recorded
         if self._plans.routes is None:
             return None
         index = {layer: index for index, layer in enumerate(expert_layer_numbers(self._engine.tf_config))}
         own = {layer: index[layer] for layer in layers}
-        return TokenRoutes.replaying(unique_experts(self._plans.routes, self._tree), own, device)
+        return TokenRoutes.replaying(unique_experts(self._plans.routes, plan.index_N), own, device)
 
     def _recorded_experts(self) -> Tensor:
         """Collective over the ranks of the replica."""
-        assert self._token_routes is not None
+        assert self._recorded is not None and self._plan is not None
         layers = expert_layer_numbers(self._engine.tf_config)
-        experts_ULK = self._token_routes.joined(layers, replica_groups())
-        return sample_experts(experts_ULK, self._tree.index_N, self._samples.cu_seqlens)
+        experts_ULK = self._recorded.joined(layers, replica_groups())
+        return sample_experts(experts_ULK, self._plan.index_N, self._samples.cu_seqlens)
 
     # ----------------------------------------------------------------------------------------------------- plans
     def _build_plan(self, *, forward_only: bool) -> ExecutionPlan:

@@ -42,6 +42,7 @@ class PassRecord:
     kv_host_bytes_peak: int = 0
     kv_bytes_to_host: int = 0
     kv_bytes_to_device: int = 0
+    recomputed_tokens: int = 0
 
 
 class EngineProbe:
@@ -87,6 +88,7 @@ class EngineProbe:
             kv_host_bytes_peak=report.kv_bytes.host_peak,
             kv_bytes_to_host=report.kv_bytes.to_host,
             kv_bytes_to_device=report.kv_bytes.to_device,
+            recomputed_tokens=stats.recomputed_tokens,
         )
 
     def drain(self) -> list[PassRecord]:
@@ -155,6 +157,8 @@ def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str
         values["kv_host_bytes_peak"] = float(max(record.kv_host_bytes_peak for record in everything))
         values["kv_bytes_to_host"] = total("kv_bytes_to_host")
         values["kv_bytes_to_device"] = total("kv_bytes_to_device")
+    if recomputed := total("recomputed_tokens"):
+        values["recomputed_tokens"] = recomputed
     shared = total("flops_shared")
     if shared:
         values["ideal_speedup"] = total("flops_unshared") / shared
