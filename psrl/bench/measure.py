@@ -26,6 +26,9 @@ from psrl.replay.ranks import Ranks
 from psrl.replay.side import Side, build_side
 from psrl.systems import UNSHARED
 
+_HOST_BYTES = 1 << 40
+"""Budget of the host tier: taken as needed."""
+
 
 class Stopwatch(Progress):
     """Notes when the micro-batches of an update begin."""
@@ -107,12 +110,13 @@ class Bench:
         return records
 
     def _half_side(self, samples: Sequence[ReplaySample]) -> Side:
-        """psrl with a budget that depends on the samples."""
+        """psrl with a budget that depends on the samples, and with all tiers."""
         engine, max_tokens = self._sides["psrl"].actor.engine, self._options.max_tokens
         shape = model_shape(engine.tf_config, self._model.vocab_size)
         values = self._options.tiny.layers * cached_values(engine.tf_config, 1)
         budget = half_budget(samples, shape, KVFootprint.of_values(values, engine.param_dtype.itemsize), max_tokens)
-        return build_side(HALF, dataclasses.replace(self._replay, kv_cache_bytes=budget), self._model, max_tokens)
+        tiers = dataclasses.replace(self._replay, kv_cache_bytes=budget, kv_host_bytes=_HOST_BYTES)
+        return build_side(HALF, tiers, self._model, max_tokens)
 
     def _record(self, name: str, runner: PhaseRunner, begins: list[list[Seconds]]) -> dict[str, Any]:
         tokens = sum(sample.num_tokens for sample in runner.samples)
@@ -132,6 +136,8 @@ class Bench:
             "spine_tokens": sum(s.spine_tokens for s in stats) if stats else 0,
             "kv_bytes_predicted": max((s.kv_bytes_peak for s in stats), default=0),
             "kv_bytes_measured": max((report.kv_bytes_measured for report in first.reports), default=0),
+            "kv_bytes_moved": sum(report.kv_bytes.to_host + report.kv_bytes.to_device for report in first.reports),
+            "recomputed_tokens": sum(s.recomputed_tokens for s in stats),
             "micro_batch_seconds": gaps,
             "gradients": first.gradients,
         }

@@ -13,7 +13,7 @@ from psrl.systems import SYSTEMS, UNSHARED
 
 CLOCKS = ("elapsed", "processor")
 HALF = "psrl_half"
-"""psrl with a budget of half of the bytes that the caches of other systems take; see ``plans.half_budget``."""
+"""psrl with ``plans.half_budget`` of cache on the device; waves, host memory and computing again keep to it."""
 COMPARED = (UNSHARED, "tree_packing", "paged", "radix", "psrl", HALF)
 ABLATIONS = (
     "psrl", "tree_packing", "no_self_sharing", "no_adaptive_blocks", "no_dynamic_cache", "no_token_wise"

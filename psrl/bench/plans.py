@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -29,33 +28,15 @@ _POINTS = 200
 def half_budget(
     samples: Sequence[ReplaySample], shape: ModelShape, footprint: KVFootprint, max_tokens: int
 ) -> int | None:
-    """Bytes of cache for psrl: half of what the lesser of the paged and the radix cache takes in an update.
-
-    Where psrl cannot plan with so few: the least tenth of those bytes above half with which it can. None: others cache
-    nothing.
-    """
-
+    """Bytes: half of what the lesser of the paged and the radix cache takes in an update. None: they cache nothing."""
     whole = batch_of(samples)
 
-    def peak(system: System, budget_bytes: int | None) -> int:
+    def peak(system: System) -> int:
         batch = system.prepare(whole, max_tokens)
-        limited = dataclasses.replace(footprint, budget_bytes=budget_bytes)
-        return max(
-            build_plan(
-                batch, max_tokens=max_tokens, shape=shape, footprint=limited, forward_only=forward_only, system=system
-            ).stats.kv_bytes_peak
-            for forward_only in (False, True)
-        )
+        plan = build_plan(batch, max_tokens=max_tokens, shape=shape, footprint=footprint, system=system)
+        return plan.stats.kv_bytes_peak
 
-    others = min(peak(SYSTEMS[name], None) for name in ("paged", "radix"))
-    if not others:
-        return None
-    for tenths in range(5, 11):
-        budget = others * tenths // 10
-        with contextlib.suppress(MemoryBudgetError):
-            peak(SYSTEMS["psrl"], budget)
-            return budget
-    return None
+    return min(peak(SYSTEMS[name]) for name in ("paged", "radix")) // 2 or None
 
 
 def byte_curves(samples: Sequence[ReplaySample], model: ShapedModel, max_tokens: int) -> dict[str, dict[str, Any]]:
