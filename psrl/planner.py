@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -80,41 +80,41 @@ def build_plan(
         return draft.on_device()
     except MemoryBudgetError as error:
         reason = error
-    plans: list[ExecutionPlan] = []
+    hosted = again = None
     if host is not None:
         try:
-            plans.append(draft.with_host(host))
+            hosted = draft.with_host(host)
         except MemoryBudgetError as error:
             reason = error
     if recompute:
-        plans += draft.with_recompute()
+        again = draft.with_recompute()
+    plans = [plan for plan in (hosted, again) if plan is not None]
     if not plans:
         raise reason
     flops_per_byte = host.flops_per_byte if host is not None else 0.0
     return min(plans, key=lambda plan: plan.stats.flops_shared + flops_per_byte * plan.stats.kv_bytes_moved)
 
 
+@dataclass
 class _Draft:
-    """Samples, their tree and its division into micro-batches: all of a plan but for the order."""
+    """Samples, their tree and its division into micro-batches: all of a plan but for the order. As ``build_plan``."""
 
-    def __init__(
-        self,
-        batch: SampleBatch,
-        tree: PrefixTree,
-        max_tokens: int,
-        shape: ModelShape,
-        footprint: KVFootprint,
-        forward_only: bool,
-        cost: CostFunction | None,
-        system: System,
-    ) -> None:
-        """Arguments as ``build_plan`` has them."""
-        self.batch, self.tree, self.max_tokens, self.shape = batch, tree, max_tokens, shape
-        self.footprint, self.forward_only, self.cost, self.system = footprint, forward_only, cost, system
+    batch: SampleBatch
+    tree: PrefixTree
+    max_tokens: int
+    shape: ModelShape
+    footprint: KVFootprint
+    forward_only: bool
+    cost: CostFunction | None
+    system: System
+
+    def __post_init__(self) -> None:
+        batch, tree = self.batch, self.tree
         self.edges = collect_edges(batch, tree)
         self.num_rows_U = _rows_per_token(self.edges, tree.num_tokens)
-        self.cost_U = token_costs(tree, self.num_rows_U, cost or shape.cost)
-        self.division = (system if batch.num_samples else PSRL).divide(batch, tree, self.cost_U, max_tokens)
+        self.cost_U = token_costs(tree, self.num_rows_U, self.cost or self.shape.cost)
+        divide = (self.system if batch.num_samples else PSRL).divide
+        self.division = divide(batch, tree, self.cost_U, self.max_tokens)
 
     def on_device(self) -> ExecutionPlan:
         """Within the budget, in waves if need be.
@@ -141,8 +141,8 @@ class _Draft:
             raise
         return self._plan(pieces, waves, tiers.device_bytes_peak, tiers)
 
-    def with_recompute(self) -> Iterator[ExecutionPlan]:
-        """The plan that shares most of what the budget can hold. Nothing where a sample needs more on its own.
+    def with_recompute(self) -> ExecutionPlan | None:
+        """The plan that shares most of what the budget can hold. None where a sample needs more on its own.
 
         Prefixes are cached down to some depth, at first what the budget holds of one root path. Below it, samples are
         packed into tries of at most ``max_tokens`` tokens, and what several tries have in common each computes.
@@ -154,17 +154,13 @@ class _Draft:
             depth = most * quarters // 4
             if depth >= longest:
                 continue  # the same tree again
-            labels_N = trie_labels(self.batch, self.tree, self.max_tokens, depth)
-            batch = with_labels(self.batch, labels_N)
-            draft = _Draft(
-                batch, build_tree(batch), self.max_tokens, self.shape, self.footprint, self.forward_only, self.cost,
-                self.system,
-            )  # fmt: skip
+            batch = with_labels(self.batch, trie_labels(self.batch, self.tree, self.max_tokens, depth))
+            draft = dataclasses.replace(self, batch=batch, tree=build_tree(batch))
             with contextlib.suppress(MemoryBudgetError):
                 plan = draft.on_device()
                 copies = draft.tree.num_tokens - self.tree.num_tokens
-                yield dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, recomputed_tokens=copies))
-                return
+                return dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, recomputed_tokens=copies))
+        return None
 
     def _arrange(self, *, at_forks: bool, fits: bool = True) -> tuple[Pieces, tuple[Wave, ...], int]:
         pieces = assemble(
