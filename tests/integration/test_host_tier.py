@@ -14,6 +14,7 @@ from psrl.config import PSRLConfig
 from psrl.errors import MemoryBudgetError, OutOfMemoryError
 from psrl.integrations.megatron import core_attention
 from psrl.integrations.megatron.host_tier import repeated_layers
+from psrl.integrations.verl.batch_plans import SampleTree
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import FORESTS, step_rows, tree_rows
@@ -179,8 +180,8 @@ def test_equal_to_the_bit_to_the_same_plan_without_transfers(worker, monkeypatch
     budget = int(0.1 * run_update(budgeted(plain, None), rows, ppo_loss_fn(), **batch).report.stats.kv_bytes_peak)
     outcome = run_update(budgeted(plain, budget), rows, ppo_loss_fn(), **batch)
     assert check_bytes(outcome, budget).to_host > 0
-    build = plain.engine.build_plan
-    monkeypatch.setattr(plain.engine, "build_plan", lambda *a, **k: dataclasses.replace(build(*a, **k), tiers=None))
+    plan = SampleTree.plan
+    monkeypatch.setattr(SampleTree, "plan", lambda *a, **k: dataclasses.replace(plan(*a, **k), tiers=None))
     check_equal(outcome, run_update(plain, rows, ppo_loss_fn(), **batch), 0.0)
 
 

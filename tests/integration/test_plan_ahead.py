@@ -1,4 +1,4 @@
-"""An update plans its next mini-batch while one runs, with the results that it has without."""
+"""What is planned while something else runs, and what is planned once: with the results that there are without."""
 
 import threading
 from types import SimpleNamespace
@@ -9,8 +9,8 @@ from verl.utils import tensordict_utils as tu
 
 from psrl.config import PSRLConfig
 from psrl.errors import InputError
-from psrl.integrations.verl import mini_batch
-from psrl.integrations.verl.batch_plans import planned_ahead, training
+from psrl.integrations.verl import batch_plans, mini_batch
+from psrl.integrations.verl.batch_plans import LastForward, planned_ahead, training
 from psrl.replay.side import observed
 from tests.helpers import Row, batch_tensordict, make_checkpoint, make_worker, ppo_loss_fn
 from tests.helpers.forests import step_rows, tree_rows
@@ -29,8 +29,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def worker(checkpoint):
-    def make(loss_fn=None, **psrl):
-        return make_worker(checkpoint, psrl=PSRLConfig(**psrl), loss_fn=loss_fn, lr=1e-2)
+    def make(loss_fn=None, options=None, **psrl):
+        return make_worker(checkpoint, psrl=PSRLConfig(**psrl), loss_fn=loss_fn, lr=1e-2, **(options or {}))
 
     return make
 
@@ -108,6 +108,121 @@ def test_the_next_mini_batch_is_planned_while_one_runs(worker, monkeypatch):
     assert events.index(("plan", 2)) > events.index(("end", 0))
 
 
+@pytest.mark.parametrize("phase", ["forward", "update"])
+def test_a_call_is_planned_while_its_engine_is_loaded(worker, monkeypatch, phase):
+    """Offloaded weights are loaded in ``to``: here neither it nor the planning goes on without the other."""
+    busy = worker()
+    engine, both, met = busy.engine, threading.Barrier(2, timeout=SECONDS), []
+
+    def once(name, function):
+        def call(*args, **kwargs):
+            if name not in met:
+                both.wait()
+                met.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(engine, name, call)
+
+    once("to", engine.to)
+    if phase == "forward":
+        once("plan_forward", engine.plan_forward)
+        assert len(busy.infer_batch(batch_of(mini_batches(), MAX_TOKENS))["log_probs"]) == 18
+    else:
+        once("plan_update", engine.plan_update)
+        assert len(train(busy, mini_batches(), MAX_TOKENS, at_once=True)) == NUM_MINI_BATCHES
+    assert sorted(met) == sorted(["to", "plan_forward" if phase == "forward" else "plan_update"])
+
+
+def forward(worker, rows: list[Row], **batch):
+    """Jagged outputs of a worker's forward, and the engine's report."""
+    output = worker.infer_batch(
+        batch_tensordict(rows, **{"max_tokens": MAX_TOKENS, "calculate_entropy": True, **batch})
+    )
+    return output, worker.engine.last_report
+
+
+@pytest.mark.parametrize("says_budget", [True, False])
+def test_outputs_of_a_forward_are_those_of_its_engine_alone(worker, says_budget):
+    rows = tree_rows(depth=4)
+    ahead, alone = (worker(options={"max_tokens": MAX_TOKENS}) for _ in range(2))
+    batches = [batch_tensordict(rows, max_tokens=MAX_TOKENS, calculate_entropy=True) for _ in range(2)]
+    if not says_budget:  # then the worker takes it from the engine, after planning has begun
+        for batch in batches:
+            del batch["max_token_len_per_gpu"]
+    ours = ahead.infer_batch(batches[0])
+    if not says_budget:
+        tu.assign_non_tensor(batches[1], max_token_len_per_gpu=MAX_TOKENS)
+    with alone.engine.eval_mode():
+        theirs = alone.engine.infer_batch(batches[1])["model_output"]
+    assert ahead.engine.last_report.stats == alone.engine.last_report.stats
+    assert ahead.engine.last_report.stats.num_micro_batches > 1
+    for kind in ("log_probs", "entropy"):
+        assert torch.equal(ours[kind].values(), theirs[kind].values()), kind
+
+
+def test_an_error_of_planning_a_forward_is_the_callers(worker):
+    bad = worker()
+    with pytest.raises(InputError, match="first token"):
+        forward(bad, [Row([5, 6, 7], [1, 0, 0], uid="bad")])
+    assert len(forward(bad, tree_rows())[0]["log_probs"]) == 8  # and the worker goes on
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Trees and plans that were made, by name of the function."""
+    calls = []
+
+    def count(name):
+        function = getattr(batch_plans, name)
+        monkeypatch.setattr(batch_plans, name, lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs))
+
+    count("build_tree")
+    count("build_plan")
+    return calls
+
+
+def test_old_log_prob_reference_and_update_of_a_step_share_what_is_planned(worker, made):
+    rows = tree_rows(depth=4)
+    outputs, trained, counts = [], [], []
+    for shares in (True, False):
+        actor, ref = worker(), worker()
+        if shares:
+            actor.engine.last_forward = ref.engine.last_forward = LastForward()
+        old, old_report = forward(actor, rows)
+        counts.append((made.count("build_tree"), made.count("build_plan")))
+        reference, ref_report = forward(ref, rows, calculate_entropy=False)
+        counts.append((made.count("build_tree"), made.count("build_plan")))
+        assert old_report.stats == ref_report.stats and old_report.stats.spine_tokens > 0
+        train(actor, [rows], MAX_TOKENS, at_once=True)
+        counts.append((made.count("build_tree"), made.count("build_plan")))
+        outputs.append([old["log_probs"], old["entropy"], reference["log_probs"]])
+        trained.append(weights(actor))
+        made.clear()
+    assert counts == [(1, 1), (1, 1), (1, 2), (1, 1), (2, 2), (3, 3)]
+    for ours, theirs in zip(*outputs, strict=True):
+        assert torch.equal(ours.values(), theirs.values())
+    for name, ours in trained[0].items():
+        assert torch.equal(ours, trained[1][name]), name
+
+
+def test_only_equal_samples_and_options_share_a_plan(worker, made):
+    rows = tree_rows(depth=3)
+    other = [Row([*r.input_ids[:-1], 99], r.loss_mask, uid=r.uid) for r in rows]
+    actor, ref = worker(), worker()
+    actor.engine.last_forward = ref.engine.last_forward = LastForward()
+    forward(actor, rows)
+    for new, (their_rows, batch) in {
+        (1, 1): (rows, {}),
+        (1, 2): (rows, {"max_tokens": 8}),
+        (2, 3): (rows, {"temperature": 0.5}),
+        (3, 4): (rows[::-1], {}),
+        (4, 5): (other, {}),
+        (5, 6): (rows, {}),  # only the last is remembered
+    }.items():
+        forward(ref, their_rows, **batch)
+        assert (made.count("build_tree"), made.count("build_plan")) == new
+
+
 def test_an_error_of_planning_belongs_to_its_mini_batch(worker):
     parts = mini_batches()
     bad = [Row([5, 6, 7], [1, 0, 0], uid="bad")] * len(parts[0])
@@ -120,8 +235,9 @@ def test_an_error_of_planning_belongs_to_its_mini_batch(worker):
 
 def test_without_sharing_mini_batches_are_left_alone(checkpoint):
     plain = make_worker(checkpoint)
-    plain.engine.plan_update = None  # would raise
+    plain.engine.plan_update = plain.engine.plan_forward = None  # would raise
     plain.train_mini_batch(batch_of(mini_batches(), 1000))
+    assert len(plain.infer_batch(batch_of(mini_batches(), 1000))["log_probs"]) == 18
 
 
 def test_an_error_of_cutting_out_comes_when_the_mini_batch_is_asked_for():
@@ -130,7 +246,11 @@ def test_an_error_of_cutting_out_comes_when_the_mini_batch_is_asked_for():
         raise RuntimeError("no second one")
 
     planned = []
-    engine = SimpleNamespace(plan_update=planned.append, expect_plans=lambda data, plans: plans.result())
+    engine = SimpleNamespace(
+        psrl_config=PSRLConfig(),
+        plan_update=planned.append,
+        expect_plans=lambda data, plans: plans.result(),
+    )
     with training(engine):
         ahead = planned_ahead(source())
         assert next(ahead)["input_ids"].is_nested and len(planned) == 1

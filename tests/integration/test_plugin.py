@@ -30,11 +30,33 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 modes = [get_trainer_cls(f"psrl_{mode}").upstream_mode for mode in ("sync", "colocate_async", "separate_async")]
 print(modes, get_device_name(), ("hf", "async") in _ROLLOUT_REGISTRY)
-from psrl.integrations.verl.trainer_workers import PSRLTrainingWorker
+from types import SimpleNamespace
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+from verl.workers.engine_workers import TrainingWorker
+from psrl.integrations.verl.trainer_workers import PSRLActorRolloutRefWorker, PSRLTrainingWorker, _ObservedWorkerMixin
+for name in ("train_mini_batch", "infer_batch"):
+    ours, theirs = (getattr(getattr(worker, name), MAGIC_ATTR) for worker in (PSRLTrainingWorker, TrainingWorker))
+    print(name, ours["blocking"] == theirs["blocking"], len(ours["dispatch_mode"]), len(theirs["dispatch_mode"]))
+print("init_model", getattr(PSRLActorRolloutRefWorker.init_model, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL)
+class Base:
+    def init_model(self):
+        self.actor, self.ref = (SimpleNamespace(engine=SimpleNamespace()) for _ in range(2))
+class Worker(_ObservedWorkerMixin, Base):
+    pass
+worker = Worker()
+worker.init_model()
+print("one for both", worker.actor.engine.last_forward is worker.ref.engine.last_forward)
 """
     done = run(code, VERL_USE_EXTERNAL_MODULES=PLUGIN, VERL_PLATFORM="cpu")
     assert done.returncode == 0, done.stderr
     assert "['sync', 'colocate_async', 'separate_async'] cpu True" in done.stdout
+    for line in (
+        "train_mini_batch True 2 2",
+        "infer_batch True 2 2",
+        "init_model True",
+        "one for both True",
+    ):
+        assert line in done.stdout, done.stdout
 
 
 def test_processes_without_engines_do_not_import_megatron():

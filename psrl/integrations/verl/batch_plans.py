@@ -1,6 +1,7 @@
-"""Samples, prefix tree and plans of a mini-batch, and making them while the mini-batch before it runs.
+"""Samples, prefix tree and plans of a mini-batch, and making them while the device or the caller does other work.
 
-Planning is work of the host: nothing here touches a device or talks to other ranks, but for ``BatchPlans.plan``.
+Planning is work of the host: nothing here touches a device or talks to other ranks, but for ``BatchPlans.plan``. When
+it begins, ``planning_worker`` says; what the phases of a step have in common is made once (``LastForward``).
 """
 
 from __future__ import annotations
@@ -8,23 +9,87 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
+import numpy as np
 from tensordict import TensorDict
 
+from psrl.cost import KVFootprint, ModelShape
 from psrl.integrations.verl.batch import samples_from_tensordict
 from psrl.integrations.verl.routes import replayed_routes, take_routes
+from psrl.planner import build_plan
 from psrl.routes import share_last_tokens, with_routes
-from psrl.tree import build_tree
-from psrl.types import ExecutionPlan
+from psrl.systems import System
+from psrl.tiers import HostTier
+from psrl.tree import PrefixTree, build_tree
+from psrl.types import ExecutionPlan, SampleBatch
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from psrl.integrations.verl.engine import PrefixSharingMixin
 
 _TRAINING: ContextVar[PrefixSharingMixin | None] = ContextVar("psrl_training_engine", default=None)
+_THREAD = "psrl-plan"
+
+
+class PlanOptions(TypedDict):
+    """Of ``build_plan``, apart from the samples."""
+
+    max_tokens: int
+    shape: ModelShape
+    footprint: KVFootprint
+    forward_only: bool
+    system: System
+    host: HostTier | None
+    recompute: bool
+
+
+class SampleTree:
+    """Samples, their prefix tree, and the plans that were made of them. All are functions of the samples alone."""
+
+    def __init__(self, samples: SampleBatch) -> None:
+        self.samples = samples
+        self.tree: PrefixTree = build_tree(samples)
+        """For all plans, but for those that compute prefixes again (``psrl.kv_recompute``)."""
+        self._plans: dict[Hashable, ExecutionPlan] = {}
+
+    def plan(self, **options: Unpack[PlanOptions]) -> ExecutionPlan:
+        """``build_plan`` with these options; a second time, the plan of the first."""
+        key = tuple(sorted(options.items(), key=lambda item: item[0]))
+        if key not in self._plans:
+            self._plans[key] = build_plan(self.samples, tree=self.tree, **options)
+        return self._plans[key]
+
+
+class LastForward:
+    """Remembers the last forward-only batch of the engines that share it.
+
+    Old log-prob and reference of a step are forwards of the same samples, which a worker runs one after the other: the
+    second finds the tree and the plan of the first. An update finds the tree if it has one mini-batch. What is
+    remembered stays in the host's memory until another forward.
+    """
+
+    def __init__(self) -> None:
+        self._last: SampleTree | None = None
+
+    def tree_of(self, samples: SampleBatch, *, forward_only: bool) -> SampleTree:
+        """The one remembered where its samples are these, by value; a new one, remembered if ``forward_only``."""
+        if self._last is not None and _equal(self._last.samples, samples):
+            return self._last
+        made = SampleTree(samples)
+        if forward_only:
+            self._last = made
+        return made
+
+
+def _equal(a: SampleBatch, b: SampleBatch) -> bool:
+    """Every array of them, by value."""
+    pairs = ((getattr(a, each.name), getattr(b, each.name)) for each in dataclasses.fields(SampleBatch))
+    return all(x is y or (x is not None and y is not None and np.array_equal(x, y)) for x, y in pairs)
 
 
 class BatchPlans:
@@ -47,9 +112,10 @@ class BatchPlans:
             if not engine.has_router_statistics:
                 self.routes = share_last_tokens(samples, self.routes)
             samples = with_routes(samples, self.routes)
-        self.samples = engine.sharing_system.prepare(samples, engine.max_tokens(self.data, forward_only))
-        self.tree = build_tree(self.samples)
-        """For all plans of the mini-batch, but for those that compute prefixes again (``psrl.kv_recompute``)."""
+        samples = engine.sharing_system.prepare(samples, engine.max_tokens(self.data, forward_only))
+        remembered = engine.last_forward
+        self._made = remembered.tree_of(samples, forward_only=forward_only) if remembered else SampleTree(samples)
+        self.samples = self._made.samples
         self.asked: list[bool] = []
         """``forward_only`` of the plans that were asked for."""
         self._without_budget: dict[bool, ExecutionPlan] = {}
@@ -88,13 +154,24 @@ class BatchPlans:
 
     def _build(self, budget: int | None, forward_only: bool) -> ExecutionPlan:
         max_tokens = self._engine.max_tokens(self.data, forward_only)
-        return self._engine.build_plan(self.samples, self.tree, max_tokens, budget, forward_only=forward_only)
+        return self._made.plan(**self._engine.plan_options(max_tokens, budget, forward_only=forward_only))
+
+
+@contextlib.contextmanager
+def forward_planned(engine: PrefixSharingMixin, data: TensorDict) -> Iterator[None]:
+    """On entry a thread begins to plan ``data`` for a forward of ``engine``, which takes the plans when it runs."""
+    if not engine.psrl_config.enable:
+        yield
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix=_THREAD) as thread:
+        engine.expect_plans(data, thread.submit(engine.plan_forward, data.copy()))
+        yield
 
 
 @contextlib.contextmanager
 def training(engine: PrefixSharingMixin) -> Iterator[None]:
     """While active, ``planned_ahead`` plans for ``engine``."""
-    token = _TRAINING.set(engine)
+    token = _TRAINING.set(engine if engine.psrl_config.enable else None)
     try:
         yield
     finally:
@@ -102,26 +179,32 @@ def training(engine: PrefixSharingMixin) -> Iterator[None]:
 
 
 def planned_ahead(mini_batches: Iterator[TensorDict]) -> Iterator[TensorDict]:
-    """The same mini-batches; for an engine in training each is cut out and planned while the one before it runs.
+    """The same mini-batches; for an engine in training each is cut out and planned while the one before it runs, the
+    first from now on.
 
     One thread does it, in order. What it raises is raised where it would be without it: when the mini-batch is asked
     for, or when the engine runs it.
     """
     engine = _TRAINING.get()
     if engine is None:
-        yield from mini_batches
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="psrl-plan") as thread:
+        return mini_batches
+    thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
 
-        def begin() -> tuple[Future[tuple[TensorDict, TensorDict] | None], Future[BatchPlans | None]]:
-            fetched = thread.submit(_fetch, mini_batches)
-            return fetched, thread.submit(_plan, engine, fetched)
+    def begin() -> tuple[Future[tuple[TensorDict, TensorDict] | None], Future[BatchPlans | None]]:
+        fetched = thread.submit(_fetch, mini_batches)
+        return fetched, thread.submit(_plan, engine, fetched)
 
-        following = begin()
-        while (fetched := following[0].result()) is not None:
-            plans, following = following[1], begin()
-            engine.expect_plans(fetched[0], plans)
-            yield fetched[0]
+    first = begin()
+
+    def planned() -> Iterator[TensorDict]:
+        following = first
+        with thread:
+            while (fetched := following[0].result()) is not None:
+                plans, following = following[1], begin()
+                engine.expect_plans(fetched[0], plans)
+                yield fetched[0]
+
+    return planned()
 
 
 def _fetch(mini_batches: Iterator[TensorDict]) -> tuple[TensorDict, TensorDict] | None:

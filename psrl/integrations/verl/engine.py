@@ -6,9 +6,7 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -35,19 +33,18 @@ from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import cached_values, model_shape
-from psrl.integrations.verl.batch_plans import BatchPlans, training
+from psrl.integrations.verl.batch_plans import BatchPlans, LastForward, PlanOptions
 from psrl.integrations.verl.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
+from psrl.integrations.verl.routes import FIELD
 from psrl.integrations.verl.support import check_supported
-from psrl.planner import build_plan
 from psrl.runtime.attention import PathAccess, path_access, resolve_backend
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
 from psrl.systems import PSRL, System, find_system
-from psrl.tree import PrefixTree
-from psrl.types import ExecutionPlan, SampleBatch
+from psrl.types import ExecutionPlan
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine as _Engine
@@ -64,9 +61,11 @@ class PrefixSharingMixin(_Engine):
     bridge: Any
     provider: Any
     last_report: BatchReport | None = None
-    _expected: tuple[TensorDict, Future[BatchPlans | None]] | None = None
+    _expected: tuple[TensorDict, Future[BatchPlans] | Future[BatchPlans | None]] | None = None
     _plan_kinds: tuple[bool, ...] = ()
     """``forward_only`` of the plans that the last update asked for."""
+    last_forward: LastForward | None = None
+    """Set by a worker for its engines; None: an engine plans every batch anew."""
     chunk_layers: tuple[int, ...] = ()
     """Attention layers of each model chunk of this rank."""
     _output_layer: PostponedOutputLayer | None = None
@@ -121,25 +120,18 @@ class PrefixSharingMixin(_Engine):
         if not self.psrl_config.enable:
             # Upstream's own infer_batch passes None here (base.py).
             return super().forward_backward_batch(data, loss_function, forward_only)  # pyright: ignore[reportArgumentType]
+        rows = data.exclude(FIELD).to(get_device_id())  # no loss reads routes
+        self._assign_normalizers(rows)
         start = time.perf_counter()
         plans = self._plans_of(data, forward_only)
-        waited = time.perf_counter() - start
-        data = plans.data.to(get_device_id())
-        self._assign_normalizers(data)
-        run = MiniBatchRun(self, data, loss_function, plans, waited)
+        run = MiniBatchRun(self, rows, loss_function, plans, time.perf_counter() - start)
         output = run.forward() if forward_only else run.update()
         self.last_report = run.report()
         if not forward_only:
             self._plan_kinds = tuple(plans.asked)
         return output
 
-    @contextlib.contextmanager
-    def train_mode(self, **kwargs: Any) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As upstream; the mini-batches of ``train_mini_batch`` are planned ahead meanwhile."""
-        with super().train_mode(**kwargs), training(self) if self.psrl_config.enable else contextlib.nullcontext():
-            yield
-
-    def expect_plans(self, data: TensorDict, plans: Future[BatchPlans | None]) -> None:
+    def expect_plans(self, data: TensorDict, plans: Future[BatchPlans] | Future[BatchPlans | None]) -> None:
         """``data`` is the next mini-batch to run, and ``plans`` are being made."""
         self._expected = (data, plans)
 
@@ -147,6 +139,14 @@ class PrefixSharingMixin(_Engine):
         """Plans of a mini-batch whose turn has not come. In a thread of its own."""
         plans = BatchPlans(self, data, forward_only=False)
         plans.prepare(self._plan_kinds or ((True, False) if self.needs_router_loads else (False,)))
+        return plans
+
+    def plan_forward(self, data: TensorDict) -> BatchPlans:
+        """Plans of a forward-only batch that is about to run. In a thread of its own; adds to ``data``."""
+        if "max_token_len_per_gpu" not in data.keys():  # noqa: SIM118  as upstream (engine_workers.py, infer_batch)
+            tu.assign_non_tensor(data, max_token_len_per_gpu=self.engine_config.infer_max_token_len_per_gpu)
+        plans = BatchPlans(self, data, forward_only=True)
+        plans.prepare((True,))
         return plans
 
     def _plans_of(self, data: TensorDict, forward_only: bool) -> BatchPlans:
@@ -167,10 +167,8 @@ class PrefixSharingMixin(_Engine):
             sp_size=self.engine_config.context_parallel_size,
         )
 
-    def build_plan(
-        self, samples: SampleBatch, tree: PrefixTree, max_tokens: int, budget: int | None, *, forward_only: bool
-    ) -> ExecutionPlan:
-        """Plan a mini-batch. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
+    def plan_options(self, max_tokens: int, budget: int | None, *, forward_only: bool) -> PlanOptions:
+        """Of ``planner.build_plan``. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
 
         Args:
             budget: most bytes of this rank's cache; a stage without layers plans as if it had one.
@@ -183,13 +181,11 @@ class PrefixSharingMixin(_Engine):
             budget,
             mpu.get_context_parallel_world_size(),
         )
-        return build_plan(
-            samples,
+        return PlanOptions(
             max_tokens=max_tokens,
             shape=shape,
             footprint=footprint,
             forward_only=forward_only,
-            tree=tree,
             system=self.sharing_system,
             host=host_tier(config, self._planned_layers, self.psrl_config),
             recompute=self.psrl_config.kv_recompute and self.sharing_system is PSRL,

@@ -18,7 +18,9 @@ from verl.experimental.separation.engine_workers import DetachActorWorker  # noq
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  # noqa: E402
 
+from psrl.integrations.verl.batch_plans import LastForward  # noqa: E402
 from psrl.integrations.verl.observability import EngineProbe, PassRecord  # noqa: E402
+from psrl.integrations.verl.planning_worker import PlanningWorker  # noqa: E402
 
 # An enumeration that veRL fills at run time.
 _ONE_TO_ALL: Any = getattr(Dispatch, "ONE_TO_ALL")  # noqa: B009
@@ -26,7 +28,7 @@ _ONE_TO_ALL: Any = getattr(Dispatch, "ONE_TO_ALL")  # noqa: B009
 Records = dict[str, list[PassRecord]]
 
 
-class PSRLTrainingWorker(TrainingWorker):
+class PSRLTrainingWorker(PlanningWorker):
     """A training worker whose engine is observed; veRL's critic, and the inside of the workers below."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +48,15 @@ class _ObservedWorkerMixin:
     ref_worker_cls = PSRLTrainingWorker
     actor: Any
     ref: Any
+
+    @register(dispatch_mode=_ONE_TO_ALL)
+    def init_model(self) -> None:
+        """As upstream; the engines share what they plan."""
+        super().init_model()  # pyright: ignore[reportAttributeAccessIssue]  of the other base
+        last_forward = LastForward()
+        for worker in (self.actor, self.ref):
+            if worker is not None:
+                worker.engine.last_forward = last_forward
 
     @register(dispatch_mode=_ONE_TO_ALL)
     def psrl_records(self) -> Records:

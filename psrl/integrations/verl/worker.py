@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
-from verl.workers.engine_workers import TrainingWorker
 
 import psrl.integrations.verl.engine  # noqa: F401  registers the engines
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
 from psrl.integrations.verl import compat, platform
 from psrl.integrations.verl.engine_config import PSRLEngineConfig
+from psrl.integrations.verl.planning_worker import PlanningWorker
 from psrl.integrations.verl.support import check_model
 
 RECOMPUTE: dict[str | None, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def build_training_worker(
     optimizer: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     **engine_overrides: Any,
-) -> TrainingWorker:
+) -> PlanningWorker:
     """Build and initialise a worker on the checkpoint in ``model_dir``; ``worker.engine`` is the psrl engine.
 
     Args:
@@ -135,7 +135,7 @@ def build_training_worker(
             path=str(model_dir), override_config={"attn_implementation": "eager"}, **(model or {})
         )
         check_model(model_config.hf_config)
-        worker = TrainingWorker(
+        worker = PlanningWorker(
             TrainingWorkerConfig(
                 model_type=model_type,
                 model_config=model_config,

@@ -1,0 +1,37 @@
+"""veRL's training worker, which begins to plan what it is given before its engine is switched to it.
+
+Upstream loads offloaded weights and optimizer, and asks the data-parallel ranks for their token numbers, between the
+call of a worker and the first pass. A thread plans meanwhile. The worker hands a forward-only phase its whole batch in
+one call, so that there is no next batch to plan while one runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.workers.engine_workers import TrainingWorker
+
+from psrl.integrations.verl.batch_plans import forward_planned, training
+
+_DISPATCH: dict[str, Any] = {
+    "dispatch_mode": make_nd_compute_dataproto_dispatch_fn(mesh_name="train"),
+    "blocking": False,
+}
+"""As upstream registers these methods (verl/workers/engine_workers.py:242 and :397)."""
+
+
+class PlanningWorker(TrainingWorker):
+    engine: Any
+    """psrl's, sharing or not."""
+
+    @register(**_DISPATCH)
+    def train_mini_batch(self, data: TensorDict) -> TensorDict:
+        with training(self.engine):
+            return super().train_mini_batch(data)
+
+    @register(**_DISPATCH)
+    def infer_batch(self, data: TensorDict) -> TensorDict:
+        with forward_planned(self.engine, data):
+            return super().infer_batch(data)
