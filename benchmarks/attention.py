@@ -6,6 +6,10 @@
 Every backend runs the same forests (tokens once, cached path first). ``unshared`` is flash attention on the samples
 as independent sequences, ``dense`` is PyTorch's SDPA with a dense boolean mask. Ratios are to ``unshared``: what
 sharing gains, and how near a kernel is to flash attention's rate on the pairs it computes.
+
+Where a forest has a cached path, ``triton`` finds it in front of the local keys. ``in_place`` and ``gathered`` find it
+in blocks, as a layer of psrl does: the same kernels, which read the blocks and add to their float32 accumulators, or
+run on a copy whose gradients are added afterwards (``attention_paths``). Their ratio is ``*_over_gathered``.
 """
 
 from __future__ import annotations
@@ -21,122 +25,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from attention_forests import WORKLOADS, Shape, Workload
+from attention_paths import WAYS, CachedBlocks
 from torch import Tensor
 
 from psrl.errors import UnsupportedError
 from psrl.runtime.attention import AttentionLayout, attend_layout
-from psrl.types import IntArray
 
-BACKENDS = ("triton", "flash", "flex", "sdpa", "unshared", "dense")
+BACKENDS = ("triton", *WAYS, "flash", "flex", "sdpa", "unshared", "dense")
 BACKWARD_FLOPS = 2.5
 """Of a forward pass: five products of a pair where the forward has two."""
 DENSE_LIMIT = 2**30
 """Most (query, key) pairs times heads for which the dense mask is tried."""
 
 
-class Workload(NamedTuple):
-    """A forest with what it stands for."""
+class Case(NamedTuple):
+    """What a backend times."""
 
-    name: str
-    first_S: IntArray
-    last_S: IntArray
-    num_tokens: int
-    sample_lens: IntArray
-    """Tokens of each sample, shared ones included."""
+    run: Callable[..., Tensor]
+    """Of q and of k and v without what is in blocks."""
+    layout: AttentionLayout
+    num_local_keys: int
 
 
-def grpo(scale: float) -> Workload:
-    """One prompt, eight responses."""
-    prompt, response, count = int(4096 * scale), int(2048 * scale), 8
-    ends = prompt + response * np.arange(1, count + 1)
-    last = np.r_[np.full(prompt, ends[-1]), np.repeat(ends, response)]
-    return Workload("grpo", np.arange(len(last)), last, len(last), np.full(count, prompt + response))
-
-
-def steps(scale: float) -> Workload:
-    """A trajectory whose steps think aloud: a trunk that grows, and a branch beside each of its segments."""
-    segment, thought, count = int(512 * scale), int(256 * scale), 16
-    total = count * (segment + thought)
-    last = []
-    for step in range(count):
-        last += [np.full(segment, total), np.full(thought, (step + 1) * (segment + thought))]
-    lens = segment * np.arange(1, count + 1) + thought
-    return Workload("steps", np.arange(total), np.concatenate(last), total, lens)
-
-
-def tree(scale: float) -> Workload:
-    """A binary tree of turns, seven deep."""
-    turn, depth = int(128 * scale), 7
-    last: list[IntArray] = []
-
-    def grow(start: int, level: int) -> int:
-        place = len(last)
-        last.append(np.empty(0, np.int64))
-        end = start + turn
-        for _ in range(2 if level < depth else 0):
-            end = grow(end, level + 1)
-        last[place] = np.full(turn, end)
-        return end
-
-    total = grow(0, 1)
-    return Workload("tree", np.arange(total), np.concatenate(last), total, np.full(2 ** (depth - 1), turn * depth))
-
-
-def long_path(scale: float) -> Workload:
-    """Four short branches that hang off a long cached path."""
-    path, branch, count = int(32768 * scale), int(64 * scale) + 1, 4
-    total = branch * count
-    first = np.r_[np.zeros(path, np.int64), np.arange(total)]
-    last = np.r_[np.full(path, total), np.repeat(branch * np.arange(1, count + 1), branch)]
-    return Workload("long_path", first, last, total, np.full(count, path + branch))
-
-
-WORKLOADS: dict[str, Callable[[float], Workload]] = {
-    "grpo": grpo, "steps": steps, "tree": tree, "long_path": long_path
-}  # fmt: skip
-
-
-class Shape(NamedTuple):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def inputs(self, num_queries: int, num_keys: int, has_grad: bool) -> list[Tensor]:
-        """q, k, v, and an output gradient."""
-        shapes = [
-            (num_queries, self.num_heads, self.head_dim),
-            (num_keys, self.num_kv_heads, self.head_dim),
-            (num_keys, self.num_kv_heads, self.v_head_dim),
-            (num_queries, self.num_heads, self.v_head_dim),
-        ]
-        tensors = [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
-        return [x.requires_grad_(has_grad) for x in tensors[:3]] + tensors[3:]
-
-    def forward_flops(self, pairs: int) -> float:
-        """Two products of a pair, a multiplication and an addition each."""
-        return 2.0 * pairs * self.num_heads * (self.head_dim + self.v_head_dim)
-
-    def least_bytes(self, num_queries: int, num_keys: int) -> int:
-        """Every input read once and the output written once."""
-        of_queries = num_queries * self.num_heads * (self.head_dim + self.v_head_dim)
-        of_keys = num_keys * self.num_kv_heads * (self.head_dim + self.v_head_dim)
-        return (of_queries + of_keys) * torch.finfo(self.dtype).bits // 8
-
-
-def attention(backend: str, work: Workload, shape: Shape) -> tuple[Callable[..., Tensor], int, int, int]:
-    """The function of q, k, v that a backend times; its queries, keys and visible pairs."""
+def attention(backend: str, work: Workload, shape: Shape) -> Case:
+    """
+    Raises:
+        UnsupportedError: the backend has nothing to run.
+    """
     if backend == "unshared":
         layout = AttentionLayout.from_cu_seqlens(np.r_[0, np.cumsum(work.sample_lens)])
         inner = "flash" if shape.device.type == "cuda" else "sdpa"
-        run = lambda q, k, v: attend_layout(q, k, v, layout, backend=inner)  # noqa: E731
-        return run, layout.num_queries, layout.num_keys, layout.visible_pairs
+        return Case(lambda q, k, v: attend_layout(q, k, v, layout, backend=inner), layout, layout.num_keys)
     layout = AttentionLayout.build(work.first_S, work.last_S, work.num_tokens)
-    sizes = layout.num_queries, layout.num_keys, layout.visible_pairs
+    if backend in WAYS:
+        if not work.path_len:
+            raise UnsupportedError("this forest has no cached path")
+        blocks = CachedBlocks.random(work.path_len, work.num_blocks, shape)
+        return Case(blocks.attention(backend, layout), layout, work.num_tokens)
     if backend != "dense":
-        return lambda q, k, v: attend_layout(q, k, v, layout, backend=backend), *sizes
+        return Case(lambda q, k, v: attend_layout(q, k, v, layout, backend=backend), layout, layout.num_keys)
     if layout.num_queries * layout.num_keys * shape.num_heads > DENSE_LIMIT:
         raise UnsupportedError(f"dense SDPA is left out where pairs times heads exceed {DENSE_LIMIT}")
     query_T1 = torch.arange(layout.num_queries, device=shape.device)[:, None]
@@ -148,7 +76,7 @@ def attention(backend: str, work: Workload, shape: Shape) -> tuple[Callable[...,
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
 
-    return dense, *sizes
+    return Case(dense, layout, layout.num_keys)
 
 
 def seconds(device: torch.device, repeats: int, run: Callable[[], Any]) -> float:
@@ -167,22 +95,37 @@ def seconds(device: torch.device, repeats: int, run: Callable[[], Any]) -> float
     return statistics.median(times)
 
 
+def saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Of what autograd keeps of a forward until its backward; what is kept twice counts once."""
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = run()  # kept while it counts, or an address is taken again
+    del out
+    return sum(found.values())
+
+
 def measure(backend: str, work: Workload, shape: Shape, repeats: int) -> dict[str, Any]:
     """One row of the report. A backend that cannot run here says why under ``unsupported``."""
     has_grad = not (backend == "flex" and shape.device.type == "cpu")
     try:
-        run, num_queries, num_keys, pairs = attention(backend, work, shape)
-        q, k, v, grad = shape.inputs(num_queries, num_keys, has_grad)
+        run, layout, num_local_keys = attention(backend, work, shape)
+        q, k, v, grad = shape.inputs(layout.num_queries, num_local_keys, has_grad)
         with torch.no_grad():
             forward = seconds(shape.device, repeats, lambda: run(q, k, v))
-        flops = shape.forward_flops(pairs)
+        flops = shape.forward_flops(layout.visible_pairs)
         row: dict[str, Any] = {
-            "visible_pairs": pairs,
-            "least_bytes": shape.least_bytes(num_queries, num_keys),
+            "visible_pairs": layout.visible_pairs,
+            "least_bytes": shape.least_bytes(layout.num_queries, layout.num_keys),
             "forward_ms": forward * 1e3,
             "forward_tflops": flops / forward / 1e12,
         }
         if has_grad:
+            row["saved_bytes"] = saved_bytes(lambda: run(q, k, v))
             if shape.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(shape.device)
                 before = torch.cuda.memory_allocated(shape.device)
@@ -197,18 +140,21 @@ def measure(backend: str, work: Workload, shape: Shape, repeats: int) -> dict[st
 
 
 def add_ratios(rows: dict[str, dict[str, Any]]) -> None:
-    """Speed-up over ``unshared``, and share of its TFLOP/s, of the forward pass and of forward and backward."""
-    base = rows.get("unshared", {})
-    for row in rows.values():
-        for part in ("forward", "step"):
-            if f"{part}_ms" in row and f"{part}_ms" in base:
-                row[f"{part}_speedup"] = base[f"{part}_ms"] / row[f"{part}_ms"]
-                row[f"{part}_rate"] = row[f"{part}_tflops"] / base[f"{part}_tflops"]
+    """Of the forward pass, and of forward and backward: speed-up over ``unshared`` and share of its TFLOP/s; of
+    ``in_place`` its speed-up over ``gathered``."""
+    unshared, gathered = rows.get("unshared", {}), rows.get("gathered", {})
+    for part in ("forward", "step"):
+        for row in rows.values():
+            if f"{part}_ms" in row and f"{part}_ms" in unshared:
+                row[f"{part}_speedup"] = unshared[f"{part}_ms"] / row[f"{part}_ms"]
+                row[f"{part}_rate"] = row[f"{part}_tflops"] / unshared[f"{part}_tflops"]
+        if f"{part}_ms" in rows.get("in_place", {}) and f"{part}_ms" in gathered:
+            rows["in_place"][f"{part}_over_gathered"] = gathered[f"{part}_ms"] / rows["in_place"][f"{part}_ms"]
 
 
 def print_table(name: str, rows: dict[str, dict[str, Any]]) -> None:
     columns = ("forward_ms", "forward_tflops", "forward_speedup", "forward_rate", "step_ms", "step_tflops",
-               "step_speedup", "step_rate", "peak_bytes")  # fmt: skip
+               "step_speedup", "step_rate", "saved_bytes", "peak_bytes")  # fmt: skip
     print(f"\n{name:10}" + "".join(f"{column:>16}" for column in columns))
     for backend, row in rows.items():
         if "unsupported" in row:
@@ -216,6 +162,10 @@ def print_table(name: str, rows: dict[str, dict[str, Any]]) -> None:
             continue
         cells = (f"{row[column]:16.3f}" if column in row else f"{'-':>16}" for column in columns)
         print(f"{backend:10}" + "".join(cells))
+    ratios = [(part, row[f"{part}_over_gathered"]) for row in rows.values() for part in ("forward", "step")
+              if f"{part}_over_gathered" in row]  # fmt: skip
+    if ratios:
+        print("in_place over gathered: " + ", ".join(f"{part} {ratio:.3f}x" for part, ratio in ratios))
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ MIN_ATTENTION_RATE = 0.6
 def targets_of(parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every target of the parts that left results, with ``value`` (None: not measured) and ``is_met``.
 
-    On the CPU ``triton`` does not run and has no targets.
+    On the CPU ``triton`` runs in its interpreter, if at all, and has no targets.
     """
     found: list[dict[str, Any]] = []
 
@@ -53,7 +53,7 @@ def write_report(session: Mapping[str, Any], out: Path) -> None:
         text += ["## Doctor", _doctor(results["doctor"])]
     if "attention" in results:
         text += ["## Attention", f"{results['attention']['device']}, torch {results['attention']['torch']}."]
-        text += [_attention(results["attention"])]
+        text += [_attention(results["attention"]), _paths(results["attention"])]
     if "step" in results:
         runs = [Run(name, record, False, "speedup") for name, record in results["step"]["runs"].items()]
         text += ["## Phases", _step_intro(results["step"]), markdown(runs), phase_table(runs)]
@@ -104,6 +104,23 @@ def _attention(result: Mapping[str, Any]) -> str:
             else:
                 rows.append((workload, backend, *(f"{row[c]:.4g}" if c in row else "-" for c in columns)))
     return _table(("forest", "backend", *columns), rows)
+
+
+def _paths(result: Mapping[str, Any]) -> str:
+    """Where both ways of reading a cached path ran."""
+    rows: list[Sequence[Any]] = []
+    for workload, values in result["workloads"].items():
+        ways = [values["backends"].get(way, {}) for way in ("in_place", "gathered")]
+        if all("step_ms" in way for way in ways):
+            in_place, gathered = ways
+            ratios = [f"{in_place[f'{part}_over_gathered']:.3f}" for part in ("forward", "step")]
+            kept = [f"{way.get(key, '-')}" for key in ("saved_bytes", "peak_bytes") for way in (gathered, in_place)]
+            rows.append((workload, *ratios, *kept))
+    if not rows:
+        return "The cached path was not read both ways."
+    header = ("cached path: speed-up of in place over gathered", "forward", "forward and backward")
+    bytes_of = [f"{kind} bytes, {way}" for kind in ("saved", "peak") for way in ("gathered", "in place")]
+    return _table((*header, *bytes_of), rows)
 
 
 def _step_intro(result: Mapping[str, Any]) -> str:

@@ -26,7 +26,8 @@ from typing import Any
 from gpu_report import targets_of, write_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOY_ATTENTION = ["--device", "cpu", "--scale", "0.02", "--repeats", "2"]
+TOY_ATTENTION = ["--device", "cpu", "--dtype", "float32", "--scale", "0.01", "--heads", "2", "1", "--head-dim", "16",
+                 "--repeats", "2"]  # fmt: skip
 TOY_STEP = ["--model", "tiny", "--max-tokens", "64", "--repeat", "1"]
 
 
@@ -88,7 +89,7 @@ def parts_of(args: argparse.Namespace, out: Path) -> list[Part]:
     attention = [python, "benchmarks/attention.py", "--out", str(out / "attention.json")]
     step = [python, "benchmarks/step.py", *map(str, args.traces), "--out", str(out / "step.json")]
     if args.cpu:
-        attention += TOY_ATTENTION
+        attention = ["env", "TRITON_INTERPRET=1", *attention, *TOY_ATTENTION]
         step += TOY_STEP
     else:
         step += ["--model", args.model, "--limit", str(args.limit), "--max-tokens", str(args.max_tokens)]

@@ -33,11 +33,15 @@ def test_a_whole_session(tmp_path):
     assert {finding["state"] for finding in results["doctor"]} <= {"ok", "absent"}
     assert results["tests"]["tests"] == results["tests"]["skipped"] > 20
     assert results["attention"]["workloads"]["grpo"]["backends"]["sdpa"]["step_ms"] > 0
+    rows = results["attention"]["workloads"]["responses"]["backends"]
+    # A path of 40 tokens, with one head of 16 floats in K and V; and both as ``triton`` in its interpreter.
+    assert rows["gathered"]["saved_bytes"] - rows["in_place"]["saved_bytes"] == 40 * 2 * 16 * 4
     assert results["step"]["model"] == "tiny" and results["step"]["unshared_attention"] == "sdpa"
     assert results["step"]["runs"]["toy"]["unique_tokens"] == 220  # 40 + 4 x 30 + 3 x 20
     assert {target["name"].split()[0] for target in record["targets"]} == {"update", "bfloat16"}
     assert all(values["ratio"] <= 1.1 for values in results["step"]["bfloat16_errors"]["toy"].values())
     report = (tmp_path / "report.md").read_text()
+    assert "| responses | " in report.split("speed-up of in place over gathered")[1]
     assert "![attention" in report and "| tests |" in report and "no figures of a GPU" in report
     for plot in ("attention.png", "step.png"):
         assert (tmp_path / plot).stat().st_size > 10_000

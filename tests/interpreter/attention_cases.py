@@ -122,6 +122,13 @@ def test_grouped_heads(group, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_head_dims(dims, dtype):
+    layout = AttentionLayout.build(*map(np.array, random_forest(random.Random(dims[0]), 7, 18)), 18)
+    check(layout, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("first", "last", "num_queries"),
     [

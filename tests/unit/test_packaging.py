@@ -23,6 +23,11 @@ def test_dockerfile_installs_the_versions_that_the_code_is_for():
     assert set(re.findall(r"verl\[\$\{ROLLOUT\}\]==([\d.]+)", DOCKERFILE)) == {compat.VERL}
 
 
+def test_dockerfile_patches_the_upstreams_and_ends_with_the_doctor():
+    assert "scripts/apply_patches.sh" in DOCKERFILE and "pip check" in DOCKERFILE
+    assert re.findall(r"^RUN (.*)$", DOCKERFILE, re.MULTILINE)[-1] == "psrl doctor"
+
+
 def test_extras_name_the_version_of_verl_that_the_code_is_for():
     pins = {str(r.specifier) for extra in EXTRAS.values() for r in map(Requirement, extra) if r.name == "verl"}
     assert pins == {f"=={compat.VERL}"}

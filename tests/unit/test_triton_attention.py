@@ -19,10 +19,10 @@ CAPABILITIES = (80, 90, 100)
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
-def run_in_interpreter(markers, cases="attention_cases.py"):
+def run_in_interpreter(markers, *cases):
     """Triton reads TRITON_INTERPRET when it is imported, so these tests have a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", markers,
-               f"tests/interpreter/{cases}"]  # fmt: skip
+               *(f"tests/interpreter/{name}" for name in cases)]  # fmt: skip
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
     environment.pop("PYTEST_ADDOPTS", None)
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
@@ -30,12 +30,12 @@ def run_in_interpreter(markers, cases="attention_cases.py"):
 
 
 def test_kernels_in_the_interpreter():
-    run_in_interpreter("not slow")
+    run_in_interpreter("not slow", "attention_cases.py", "benchmark_cases.py")
 
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter_on_200_forests():
-    run_in_interpreter("slow")
+    run_in_interpreter("slow", "attention_cases.py")
 
 
 def keys_of(capability, **changes):
