@@ -11,21 +11,25 @@ from psrl.integrations.verl.reaper import descendants, list_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRIVER = """
-import subprocess, sys, time
+import fcntl, subprocess, sys, termios, time
 from psrl.integrations.verl.reaper import reap_after_this_process
-sleeper = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-sleeper += "print(p.pid, flush=True); time.sleep(60)"
-earlier = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-with reap_after_this_process(grace=0.5):
-    time.sleep(0.5)
+sleeper = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+sleeper += "print(p.pid, flush=True); time.sleep(600)"
+earlier = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with reap_after_this_process(grace=0.5) as watcher:
     job = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE, text=True)
-    print(earlier.pid, job.pid, job.stdout.readline().strip(), flush=True)
+    child = job.stdout.readline().strip()
+    watcher.write(b"..")  # once the second is read, the look for the first is over
+    while any(fcntl.ioctl(watcher, termios.FIONREAD, bytes(4))):
+        time.sleep(0.01)
+    print(earlier.pid, job.pid, child, flush=True)
     {then}
 """
 
 
 def start(then: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A driver, and the ids of a process that it had before, of one of its job, and of that one's child."""
+    """A driver whose watcher has looked, and the ids of a process that it had before, of one of its job, and of that
+    one's child."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER.format(then=then)],
         stdout=subprocess.PIPE,
@@ -36,7 +40,7 @@ def start(then: str) -> tuple[subprocess.Popen[str], list[int]]:
     return driver, [int(word) for word in driver.stdout.readline().split()]
 
 
-def wait_for_end(pids: list[int], seconds: float = 15.0) -> set[int]:
+def wait_for_end(pids: list[int], seconds: float = 60.0) -> set[int]:
     """Those of ``pids`` that have not ended."""
     deadline = time.monotonic() + seconds
     while (left := set(pids) & list_processes().keys()) and time.monotonic() < deadline:
@@ -55,24 +59,22 @@ def check(driver: subprocess.Popen[str], earlier: int, job: list[int]) -> None:
 
 
 def test_a_killed_driver_leaves_nothing():
-    driver, (earlier, *job) = start("time.sleep(60)")
+    driver, (earlier, *job) = start("time.sleep(600)")
     assert set(job) <= descendants(driver.pid, list_processes()).keys()
-    time.sleep(1.5)  # seen by the watcher while the driver lives
     driver.kill()
     check(driver, earlier, job)
 
 
 def test_a_child_whose_parent_died_first_goes_too():
-    driver, (earlier, *job) = start("time.sleep(60)")
-    time.sleep(1.5)
+    driver, (earlier, *job) = start("time.sleep(600)")
     os.kill(job[0], signal.SIGKILL)
-    time.sleep(0.2)
+    assert wait_for_end(job[:1]) == set()
     assert job[1] not in descendants(driver.pid, list_processes())  # nobody's child any more
     driver.kill()
     check(driver, earlier, job)
 
 
 def test_a_driver_that_fails_leaves_nothing():
-    driver, (earlier, *job) = start("time.sleep(1.5); raise SystemExit(3)")
+    driver, (earlier, *job) = start("raise SystemExit(3)")
     assert driver.wait() == 3
     check(driver, earlier, job)

@@ -3,7 +3,7 @@
 Ray ends its workers then, but not the processes that they started (Megatron's checkpoint writer starts some), and its
 own agents stay for a while. A small process, started by the driver and in a session of its own, notes the driver's
 descendants while it lives, and ends those that are still there a while after it has gone. Linux only, as psrl is;
-standard library only, since it runs as a script.
+standard library only, since it runs as a script: ``reaper.py DRIVER GRACE [PID:STARTED ...]``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 GRACE_SECONDS = 10.0
 """For Ray to end a job by itself."""
@@ -27,20 +28,27 @@ Processes = dict[int, tuple[int, str]]
 
 
 @contextlib.contextmanager
-def reap_after_this_process(grace: float = GRACE_SECONDS) -> Iterator[None]:
+def reap_after_this_process(grace: float = GRACE_SECONDS) -> Iterator[IO[bytes]]:
     """While inside, a watcher stands by. It acts when this process ends, however it ends, or leaves the block.
 
     Args:
         grace: seconds for the job's processes to end by themselves.
+
+    Yields:
+        A pipe to the watcher: for every byte it looks at once, else every second.
     """
+    driver = os.getpid()
+    # Listed here: the watcher's first look may come after the job's first processes.
+    earlier = [f"{pid}:{started}" for pid, started in descendants(driver, list_processes()).items()]
     watcher = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace)],
+        [sys.executable, "-I", "-S", __file__, str(driver), str(grace), *earlier],
+        bufsize=0,
         stdin=subprocess.PIPE,  # closed by the kernel, whatever ends this process
         start_new_session=True,  # a signal to the driver's group does not end it
     )
     assert watcher.stdin is not None
     try:
-        yield
+        yield watcher.stdin
     finally:
         watcher.stdin.close()
 
@@ -73,14 +81,14 @@ def descendants(root: int, processes: Processes) -> dict[int, str]:
     return found
 
 
-def watch(driver: int, stdin: int, grace: float) -> int:
+def watch(driver: int, stdin: int, grace: float, earlier: dict[int, str]) -> int:
     """Wait for the end of the driver or of ``stdin``, then for the job's processes, then end them; returns how many.
 
     Args:
-        driver: this process's parent; descendants that it has already are none of the job's.
+        driver: this process's parent.
         grace: seconds that they have.
+        earlier: descendants that the driver had before the job: start times by id.
     """
-    earlier = descendants(driver, list_processes())
     known: dict[int, str] = {}
     is_over = False
     while not is_over:
@@ -115,6 +123,7 @@ def _still_there(known: dict[int, str]) -> dict[int, str]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ended = watch(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))
+    others = {int(pid): started for pid, started in (value.split(":") for value in sys.argv[3:])}
+    ended = watch(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]), others)
     if ended:
         print(f"psrl: ended {ended} processes that the job left behind", file=sys.stderr, flush=True)
