@@ -1,5 +1,6 @@
 """Fixtures for every test."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,11 @@ settings.register_profile("psrl", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("psrl")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is for good: collections of garbage need not walk it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -129,18 +129,6 @@ def infer_and_train(job: Job, layout: Layout) -> tuple[int, tuple[list[torch.Ten
     return dp_rank, (at_targets(inferred["log_probs"], rows), metrics["loss"], metrics["grad_norm"])
 
 
-def _destroy_groups() -> None:
-    """End the groups of the layout before: Megatron-Core forgets them only, and each has threads that poll."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    gc.collect()  # engines that hold them
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
-
-
 def _run(job: Job, worker: Any) -> RankResult:
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.helpers.batches import Row
-from tests.helpers.forests import FORESTS, wide_rows
+from tests.helpers.forests import FORESTS, step_rows, tree_rows, wide_rows
 from tests.helpers.parallel import Job, Layout, RankResult, reference, run_job
 from tests.helpers.ranks import RankPool
 from tests.helpers.truth import relative_errors
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
-ROWS = {**FORESTS, "wide": wide_rows}
+SMALL = {"step": lambda: step_rows(1, 4), "tree": lambda: tree_rows(depth=2), "degenerate": FORESTS["degenerate"]}
+ROWS = {**FORESTS, "wide": wide_rows, **{f"small {name}": rows for name, rows in SMALL.items()}}
 
 
 def split(rows: Sequence[Row], num: int) -> list[Sequence[Row]]:

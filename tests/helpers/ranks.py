@@ -7,6 +7,7 @@ what it raised or where it stood.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from typing import Any
 GRACE_SECONDS = 3.0
 """What the other ranks get to finish or fail by themselves when one has failed."""
 PRELOAD = ["tests.helpers.parallel", "tests.helpers", "psrl.integrations.verl.worker"]
-START_SECONDS = 240.0
+START_SECONDS = 900.0
 
 
 class RankError(AssertionError):
@@ -39,7 +40,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._num_starts = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 240.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 900.0) -> list[Any]:
         """Call ``function(*args)`` on every rank; returns what each returned.
 
         Args:
@@ -144,6 +145,7 @@ def _loads(data: bytes) -> Any:
 
 def _serve(rank: int, size: int, store: str, log: str, pipe: Connection) -> None:
     """Body of a rank: jobs until the pipe closes."""
+    gc.freeze()  # what was imported is for good: a collection, of which every job has several, need not walk it
     stream = open(log, "w", buffering=1)  # noqa: SIM115  open as long as the process
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)

@@ -46,20 +46,28 @@ DENSE = {
 
 
 DEFAULT = ("dp", "tp4", "pp-plain-overlap", "tp-cp", "tp-ep", "tp-pp-ep", "pp-ep-full", "dense", "experts")
-"""Cases of the default suite; the others are slow."""
+"""Cases of the default suite, there with small forests; all are slow with the ones that they name."""
 
 
 def cases(names):
-    return [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in names]
+    """Name, and what goes before the name of the forest."""
+    small = [pytest.param(name, "small ", id=f"{name}-small") for name in names if name in DEFAULT]
+    return small + [pytest.param(name, "", id=name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", cases(DENSE))
-def test_dense(pool, checkpoint, name):
+def num_layers(layout, size):
+    """Four are two of a stage, or one of a chunk; without stages two show as much."""
+    return 2 if size and layout.pp == 1 else 4
+
+
+@pytest.mark.parametrize(("name", "size"), cases(DENSE))
+def test_dense(pool, checkpoint, name, size):
     layout, forest, engine = DENSE[name]
     kv_share = 0.8 if "waves" in name else None
     budgets = (max(1, 5 // layout.cp), 1000)  # of one rank
+    folder = checkpoint(layers=num_layers(layout, size))
     results, _ = check(
-        pool, layout, forest=forest, checkpoint=checkpoint(), engine=engine, kv_share=kv_share, budgets=budgets
+        pool, layout, forest=size + forest, checkpoint=folder, engine=engine, kv_share=kv_share, budgets=budgets
     )
     assert any(result.reports[budgets[0]].kv_bytes_measured > 0 for result in results)
     for result in results:
@@ -135,10 +143,11 @@ MOE = {
 }
 
 
-@pytest.mark.parametrize("name", cases(MOE))
-def test_experts(pool, checkpoint, name):
+@pytest.mark.parametrize(("name", "size"), cases(MOE))
+def test_experts(pool, checkpoint, name, size):
     layout, forest, engine = MOE[name]
-    check(pool, layout, forest=forest, checkpoint=checkpoint("qwen3_moe"), engine=engine)
+    folder = checkpoint("qwen3_moe", layers=num_layers(layout, size))
+    check(pool, layout, forest=size + forest, checkpoint=folder, engine=engine)
 
 
 ROUTED = {
@@ -151,16 +160,16 @@ ROUTED = {
 }
 
 
-@pytest.mark.parametrize("name", cases(ROUTED))
-def test_replayed_and_recorded_routes(pool, checkpoint, name):
+@pytest.mark.parametrize(("name", "size"), cases(ROUTED))
+def test_replayed_and_recorded_routes(pool, checkpoint, name, size):
     """Routes that part within samples; R2, so that the same engine records what its routers would do."""
     layout, forest, engine = ROUTED[name]
     dp = pool.size // (layout.tp * layout.pp * layout.cp)
-    shares = split(routed_rows(ROWS[forest](), layers=4, parts_at=6), dp)
+    shares = split(routed_rows(ROWS[size + forest](), layers=4, parts_at=6), dp)
     results, want = check(
         pool,
         layout,
-        forest=f"routed {forest}",
+        forest=f"routed {size}{forest}",
         shares=shares,
         checkpoint=checkpoint("qwen3_moe"),
         engine={**engine, "router_replay": EngineRouterReplayConfig(mode="R2")},
@@ -195,12 +204,13 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("name", cases(EMPTY))
-def test_a_rank_without_rows_takes_part(pool, checkpoint, name):
+@pytest.mark.parametrize(("name", "size"), cases(EMPTY))
+def test_a_rank_without_rows_takes_part(pool, checkpoint, name, size):
     kind, layout, engine = EMPTY[name]
     shares = [[], step_rows(1, 4)[-2:], [], step_rows(1, 2, seed=3)][: 4 // (layout.tp * layout.pp * layout.cp)]
     # Upstream's loop over mini-batches goes by the rows of its rank, so no step of Adam here.
-    job = {"shares": shares, "checkpoint": checkpoint(kind), "engine": engine, "adam": False}
+    folder = checkpoint(kind, layers=num_layers(layout, size))
+    job = {"shares": shares, "checkpoint": folder, "engine": engine, "adam": False}
     _, want = check(pool, layout, forest="empty", **job)
     (wanted_outputs,) = want.outputs.values()
     (wanted_loss,) = want.losses.values()
@@ -225,14 +235,14 @@ LAYOUTS_OF_ONE_REPLICA = {
 }
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS_OF_ONE_REPLICA))
-def test_losses_and_statistics_of_routers(pool, checkpoint, name):
+@pytest.mark.parametrize(("name", "size"), cases(LAYOUTS_OF_ONE_REPLICA))
+def test_losses_and_statistics_of_routers(pool, checkpoint, name, size):
     """Balancing loss, z-loss and expert biases are those of the samples in one micro-batch without sharing."""
     results, want = check(
         pool,
         LAYOUTS_OF_ONE_REPLICA[name],
         budgets=(5,),  # an update changes the biases, so one is compared
-        forest="tree",
+        forest=f"{size}tree",
         checkpoint=checkpoint("qwen3_moe", layers=2, expert_bias=True),
         engine={"override_transformer_config": BIASED},
         expert_bias=True,
@@ -269,7 +279,8 @@ LAYOUTS_OF_TWO_REPLICAS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(LAYOUTS_OF_TWO_REPLICAS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS_OF_TWO_REPLICAS)
 def test_losses_of_routers_with_data_parallel(pool, checkpoint, name):
     """Every replica balances the experts of its own samples, as without sharing; biases follow those of all."""
     job = Job(

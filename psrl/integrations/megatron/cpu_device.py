@@ -7,8 +7,11 @@ Everything here does nothing where CUDA is available. :func:`install` once per p
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
 from collections.abc import Callable, Generator, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -165,6 +168,34 @@ def no_transformer_engine_environment() -> None:
         """The environment stays as it is."""
 
     LanguageModule._set_attention_backend = leave
+
+
+@HOOKS.add(
+    cause="every gloo group has a thread for its sockets that wakes up a hundred times a second, and a rank is in "
+    "dozens of groups: together they take a good part of a core from what computes",
+    upstream="torch/distributed/distributed_c10d.py:2169 (ProcessGroupGloo with the device by default)",
+    remove_when="gloo's threads sleep until there is something to do, or the groups of a process share a device",
+)
+def one_gloo_device() -> None:
+    from torch.distributed.distributed_c10d import ProcessGroupGloo, default_pg_timeout
+
+    upstream = ProcessGroupGloo.__init__
+
+    @functools.cache
+    def devices() -> list[Any]:
+        """As upstream makes them for every group."""
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        if not interfaces:
+            return [ProcessGroupGloo.create_default_device()]
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = devices(), timeout
+        options._threads = 2 * len(options._devices)
+        upstream(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init
 
 
 @HOOKS.add(
