@@ -2,9 +2,7 @@
 
 import importlib.util
 import logging
-import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -178,18 +176,3 @@ def test_megatron_bridge_is_refused_where_it_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     with pytest.raises(UnsupportedError, match="vanilla_mbridge=False needs Megatron-Bridge"):
         PSRLEngineConfig(vanilla_mbridge=False)
-
-
-@no_gpu
-def test_plugin_makes_a_fresh_process_run_on_the_cpu():
-    code = (
-        "import verl\n"
-        "from verl.utils.device import get_device_name\n"
-        "from verl.workers.engine.base import EngineRegistry\n"
-        "print(get_device_name(), EngineRegistry.get_engine_cls('value_model', 'psrl').__name__)"
-    )
-    variables = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "psrl.integrations.verl.plugin"}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | variables, capture_output=True, text=True
-    )
-    assert result.stdout.split() == ["cpu", "PSRLEngineWithValueHead"], result.stderr

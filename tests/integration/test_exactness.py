@@ -82,9 +82,21 @@ def check_equal(outcome, other, tolerance=1e-9):
             assert torch.allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("forest", FORESTS)
+def slow_but(default, cases):
+    """All cases; those that are not in ``default`` are slow."""
+    return [pytest.param(*case, marks=[] if case in default else pytest.mark.slow) for case in cases]
+
+
+MODELS = (("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", False), ("llama", True))
+EVERY_MODEL_AND_FOREST = (
+    *(("qwen2", False, forest) for forest in FORESTS),
+    ("qwen2", True, "tree"), ("qwen3", False, "step"), ("llama", False, "tree"), ("llama", True, "degenerate"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", False), ("llama", True)]
+    ("kind", "tied", "forest"),
+    slow_but(EVERY_MODEL_AND_FOREST, [(*model, forest) for model in MODELS for forest in FORESTS]),
 )
 def test_equals_independent_samples_at_every_budget(checkpoint, worker, forest, kind, tied):
     rows, loss_fn = FORESTS[forest](), ppo_loss_fn(entropy_coeff=0.1)
@@ -126,7 +138,14 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("loss_mode", "agg_mode"), LOSSES)
+EVERY_LOSS_AND_AGG_MODE = {
+    ("vanilla", AGG_MODES[0]), *((mode, AGG_MODES[0]) for mode in ONE_AGG_MODE),
+    *((mode, AGG_MODES[1 + (index + shift) % 4]) for index, mode in enumerate(SEPARABLE + COUPLED) for shift in (0, 2)),
+}  # fmt: skip
+"""Two aggregations for every loss that takes one."""
+
+
+@pytest.mark.parametrize(("loss_mode", "agg_mode"), slow_but(EVERY_LOSS_AND_AGG_MODE, LOSSES))
 def test_every_policy_loss(checkpoint, worker, loss_mode, agg_mode):
     extra = {"loss_scale_factor": 7} if agg_mode == "seq-mean-token-sum-norm" else {}
     policy = {  # clip_cov takes all candidates: no random choice
@@ -156,7 +175,7 @@ def test_kl_against_a_reference(checkpoint, worker, kl_loss_type):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("budget", [1, 5, 1000])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 5, 1000])
 def test_activation_recompute(worker, recompute, budget):
     rows, loss_fn = tree_rows() + step_rows(), ppo_loss_fn()
     plain = run_update(worker(), rows, loss_fn, max_tokens=budget)
@@ -283,7 +302,7 @@ def test_adam_gives_the_same_weights_under_every_plan(checkpoint):
     from tests.helpers import batch_tensordict
 
     rows, weights = tree_rows() + step_rows(), []
-    for psrl, budget in ((PSRLConfig(enable=False), 1000), *((PSRLConfig(), b) for b in (1, 5, 1000))):
+    for psrl, budget in ((PSRLConfig(enable=False), 1000), *((PSRLConfig(), b) for b in (3, 1000))):
         worker = make_worker(checkpoint(), psrl=psrl, lr=1e-2)
         for _ in range(2):
             worker.train_mini_batch(batch_tensordict(rows, max_tokens=budget))

@@ -206,7 +206,7 @@ from psrl.integrations.verl.trainer_workers import PSRLActorRolloutRefWorker as 
 ray.init(num_cpus=4, include_dashboard=False)
 unset = {"env_vars": {"VERL_USE_EXTERNAL_MODULES": ""}}
 worker = ray.remote(Worker).options(runtime_env=unset).remote(config=None, role="actor")
-ray.get(worker.__ray_ready__.remote(), timeout=100)
+ray.get(worker.__ray_ready__.remote(), timeout=600)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -219,7 +219,7 @@ ray.get(worker.__ray_ready__.remote(), timeout=100)
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 1
     assert "VERL_USE_EXTERNAL_MODULES='' in process" in done.stderr

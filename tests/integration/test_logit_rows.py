@@ -1,6 +1,7 @@
 """``psrl.max_logit_rows``: the same gradients with the logits of a few rows at a time."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -47,9 +48,17 @@ def projected(monkeypatch):
     return numbers
 
 
-@pytest.mark.parametrize("budget", [5, 1000])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("max_rows", [1, 3, 1000])
+DEFAULT = ((1, False, 5), (1, True, 1000), (3, True, 5), (3, False, 1000), (1000, True, 5))
+"""Cases of the default suite; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "tied", "budget"),
+    [
+        pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
+        for case in itertools.product((1, 3, 1000), (False, True), (5, 1000))
+    ],
+)
 def test_gradients_are_those_of_all_rows_at_once(worker, projected, tied, max_rows, budget):
     rows, loss_fn = tree_rows() + step_rows(), ppo_loss_fn(entropy_coeff=0.1)
     want = run_update(worker(tied, None), rows, loss_fn, max_tokens=budget, calculate_entropy=True)

@@ -38,7 +38,7 @@ def placed_chunks(num_ranks):
     return dict(zip(keys, rows, strict=True)), [chunk.keys for chunk in batch.chunk(num_ranks)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_row_is_trained_once_per_epoch(checkpoint, tmp_path, num_ranks):
     rows, chunks = placed_chunks(num_ranks)
     size = MINI_BATCH_ROWS // num_ranks

@@ -17,7 +17,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**kept, "PYTHONPATH": str(REPOSITORY), **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 
@@ -30,6 +30,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 modes = [get_trainer_cls(f"psrl_{mode}").upstream_mode for mode in ("sync", "colocate_async", "separate_async")]
 print(modes, get_device_name(), ("hf", "async") in _ROLLOUT_REGISTRY)
+print(EngineRegistry.get_engine_cls("value_model", "psrl").__name__)
 from types import SimpleNamespace
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.workers.engine_workers import TrainingWorker
@@ -55,6 +56,7 @@ print("one for both", worker.actor.engine.last_forward is worker.ref.engine.last
         "infer_batch True 2 2",
         "init_model True",
         "one for both True",
+        "PSRLEngineWithValueHead",
     ):
         assert line in done.stdout, done.stdout
 

@@ -24,8 +24,9 @@ TRACES = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
+    """Both take the same plans; ``test_exactness.py`` has Qwen3 on forests of its own."""
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, vocab=VOCAB)
     return folder, make_worker(folder, psrl=PSRLConfig())
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from psrl.cli.offline import offline
+from psrl.cli.root import command_line
 from psrl.integrations.verl.durable_checkpoint import MANIFEST, TRACKER
 from tests.helpers.jobs import REPOSITORY, free_port
 
@@ -96,13 +98,12 @@ def steps(path: Path) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def alone(traces: Path, tmp_path_factory) -> Path:
-    """One process, without sharing: 8 steps in two epochs, and the model."""
+    """This process, without sharing: 8 steps in two epochs, and the model."""
     folder = tmp_path_factory.mktemp("alone")
-    run(
-        [sys.executable, SCRIPT, traces, *MODEL, *OPTIONS, "--epochs", 2, "--sharing", "off", "--metrics",
-         folder / "metrics.jsonl", "--out", folder / "model"],
-        folder / "log",
-    )  # fmt: skip
+    arguments = [traces, *MODEL, *OPTIONS, "--epochs", 2, "--sharing", "off", "--metrics", folder / "metrics.jsonl",
+                 "--out", folder / "model"]  # fmt: skip
+    with pytest.raises(SystemExit, match="0"):
+        command_line(offline)([str(argument) for argument in arguments])
     assert len(steps(folder / "metrics.jsonl")) == 8
     return folder
 

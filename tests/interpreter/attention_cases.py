@@ -100,7 +100,7 @@ def check_forest(data):
     )
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_forests(data):
     check_forest(data)
@@ -113,8 +113,18 @@ def test_200_random_forests(data):
     check_forest(data)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("group", [1, 4, 8])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [
+        (4, torch.float32),
+        (8, torch.bfloat16),
+        *(pytest.param(*case, marks=SLOW) for case in ((1, torch.float32), (8, torch.float32))),
+        *(pytest.param(*case, marks=SLOW) for case in ((1, torch.bfloat16), (4, torch.bfloat16))),
+    ],
+)
 def test_grouped_heads(group, dtype):
     num_tokens = 10 if group == 8 else 18
     layout = AttentionLayout.build(*map(np.array, random_forest(random.Random(group), 5, num_tokens)), num_tokens)
@@ -128,7 +138,7 @@ def test_head_dims(dims, dtype):
     check(layout, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)], ids=str)
 @pytest.mark.parametrize(
     ("first", "last", "num_queries"),
     [
@@ -181,8 +191,15 @@ def cached(pair, lens, num_layers, layer):
     return blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split_in_pages"])
+@pytest.mark.parametrize(
+    ("is_split", "dtype"),
+    [
+        pytest.param(False, torch.bfloat16, id="whole-bfloat16"),
+        pytest.param(True, torch.float32, id="split_in_pages-float32"),
+        pytest.param(False, torch.float32, id="whole-float32", marks=SLOW),
+        pytest.param(True, torch.bfloat16, id="split_in_pages-bfloat16", marks=SLOW),
+    ],
+)
 def test_cached_path_in_blocks(is_split, dtype, monkeypatch):
     """Bit-equal to dense keys; gradients are added to the accumulators of one layer, and nothing else changes."""
     if is_split:

@@ -1,9 +1,11 @@
 """Every configuration composes and is accepted; every mistake is refused before workers start, by name."""
 
+import copy
 import os
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from typer.testing import CliRunner
 
@@ -17,6 +19,22 @@ from psrl.integrations.verl.train_job import check_files, compose_job, find_conf
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "agents")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_file_is_parsed_once():
+    """A job has dozens of files, most of them veRL's, and PyYAML's parser takes half of the time to compose it."""
+    load, known = yaml.load, {}
+
+    def load_once(stream, Loader):
+        text = stream if isinstance(stream, str) else stream.read()
+        if (text, Loader.__name__) not in known:
+            known[text, Loader.__name__] = load(text, Loader)
+        return copy.deepcopy(known[text, Loader.__name__])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(yaml, "load", load_once)
+        yield
 
 
 def compose(name: str, *overrides: str) -> DictConfig:

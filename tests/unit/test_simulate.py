@@ -420,7 +420,7 @@ def test_memory_shrinks_with_the_layout():
 # --------------------------------------------------------------------------------------------------------- command line
 def run_cli(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "psrl.cli.main", "simulate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def write_trace(path) -> None:
