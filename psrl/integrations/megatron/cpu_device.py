@@ -190,7 +190,7 @@ def one_gloo_device() -> None:
         return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  not in the stubs
         options._devices, options._timeout = devices(), timeout
         options._threads = 2 * len(options._devices)
         upstream(self, store, rank, size, options)
