@@ -176,8 +176,12 @@ def _expert_bias_mapped(enabled: bool) -> Iterator[None]:
 def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
     from psrl.config import PSRLConfig
     from psrl.integrations.verl.worker import build_training_worker
+    from tests.helpers.adapters import fill_adapters
+    from tests.helpers.megatron_bridge import import_megatron_bridge
     from tests.helpers.workers import ppo_loss_fn
 
+    if not engine.get("vanilla_mbridge", True):
+        import_megatron_bridge()
     worker = build_training_worker(
         job.checkpoint,
         psrl_config=PSRLConfig(enable=job.sharing, **{"attention_backend": "sdpa", **job.psrl}),
@@ -192,6 +196,8 @@ def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
     worker.set_loss_fn(factory(**keywords))
     if job.model_type == "value_model":
         _fill_head(worker.engine)
+    if worker.engine.peft_cls is not None:
+        fill_adapters(worker.engine)
     return worker
 
 
@@ -224,12 +230,13 @@ def _batch(job: Job, rows: Sequence[Row], budget: int) -> Any:
 
 def _update(worker: Any, job: Job, rows: Sequence[Row], budget: int, result: RankResult, key: int | None = None):
     from psrl.integrations.verl.export import full_grads
+    from tests.helpers.adapters import adapter_grads
 
     engine, key = worker.engine, budget if key is None else key
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(_batch(job, rows, budget), worker.loss_fn, forward_only=False)
-        grads = full_grads(engine)
+        grads = full_grads(engine) if engine.peft_cls is None else adapter_grads(engine)
     if torch.distributed.get_rank() == 0:
         result.grads[key] = {name: grad.clone() for name, grad in grads.items()}
     result.reports[key] = engine.last_report
@@ -254,7 +261,10 @@ def _record(engine: Any, job: Job, rows: Sequence[Row], result: RankResult) -> N
 def _two_steps(worker: Any, job: Job, rows: Sequence[Row], result: RankResult) -> None:
     for _ in range(2):
         worker.train_mini_batch(_batch(job, rows, job.budgets[0]))
-    weights = {name: value.clone() for name, value in worker.engine.get_per_tensor_param()[0]}
+    engine = worker.engine
+    weights = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
+    if engine.peft_cls is not None:  # as a rollout gets them that has the base already
+        weights |= {name: value.clone() for name, value in engine.get_per_tensor_param(base_sync_done=True)[0]}
     if torch.distributed.get_rank() == 0:
         result.weights = weights
 
@@ -268,7 +278,8 @@ def _model_options(engine: dict[str, Any]) -> dict[str, Any]:
     """What changes the loss, without what belongs to a layout."""
     options = engine.get("override_transformer_config", {})
     kept = {name: value for name, value in options.items() if "pipeline_stage" not in name}
-    model = {name: engine[name] for name in ("router_replay",) if name in engine}
+    names = ("router_replay", "model", "vanilla_mbridge") if "model" in engine else ("router_replay",)
+    model = {name: engine[name] for name in names if name in engine}
     return {**model, "override_transformer_config": kept} if kept else model
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,16 +24,34 @@ def full_grads(engine: Any) -> dict[str, torch.Tensor]:
     Collective: every rank of the model-parallel group calls it and gets every gradient.
 
     Raises:
-        UnsupportedError: the engine does not use mbridge (``vanilla_mbridge=True``).
+        UnsupportedError: the engine trains adapters, which the checkpoint has no names for.
     """
-    if not engine.vanilla_bridge:
-        raise UnsupportedError("vanilla_mbridge=False: gradients are exported through mbridge only, set it to True")
+    if engine.peft_cls is not None:
+        raise UnsupportedError("model.lora.rank: gradients of adapters have no names of the checkpoint, set it to 0")
+    export = _through_mbridge if engine.vanilla_bridge else _through_megatron_bridge
     with cpu_device.device_mode(), torch.no_grad():
-        chunks = [_GradientsOf(unwrap_model(chunk), _whole_grads(chunk)) for chunk in engine.module]
-        return {name: grad.clone() for name, grad in engine.bridge.export_weights(chunks)}
+        return {name: grad.clone() for name, grad in export(engine)}
 
 
-def _whole_grads(chunk: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
+def _through_mbridge(engine: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return engine.bridge.export_weights(
+        [_GradientsOf(unwrap_model(chunk), whole_grads(chunk)) for chunk in engine.module]
+    )
+
+
+def _through_megatron_bridge(engine: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """A task names a parameter of this rank and the tensor to convert; one of another pipeline stage has none."""
+    whole = {param: grad for chunk in engine.module for param, grad in whole_grads(chunk).items()}
+    tasks = [
+        dataclasses.replace(task, param_weight=_grad_of(task.param_weight, whole))
+        if isinstance(task.param_weight, torch.nn.Parameter)
+        else task
+        for task in engine.bridge.get_conversion_tasks(engine.module)
+    ]
+    return engine.bridge.export_hf_weights(engine.module, cpu=False, show_progress=False, conversion_tasks=tasks)
+
+
+def whole_grads(chunk: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Main gradients that a distributed optimizer has scattered over data-parallel ranks, put together; else none.
 
     After the reduce-scatter a rank's gradient buffer is valid only in the shard that its optimizer updates
@@ -64,9 +83,13 @@ class _GradientsOf:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self._model.named_parameters():
-            grad: Any = self._whole_grads.get(param, param.main_grad)
-            grad = grad.view_as(param)
-            for attribute in _PARAM_ATTRIBUTES:
-                if hasattr(param, attribute):
-                    setattr(grad, attribute, getattr(param, attribute))
-            yield name, grad
+            yield name, _grad_of(param, self._whole_grads)
+
+
+def _grad_of(param: Any, whole_grads: dict[torch.nn.Parameter, torch.Tensor]) -> torch.Tensor:
+    """In the shape of ``param``, and split over ranks as it is."""
+    grad: Any = whole_grads.get(param, param.main_grad).view_as(param)
+    for attribute in _PARAM_ATTRIBUTES:
+        if hasattr(param, attribute):
+            setattr(grad, attribute, getattr(param, attribute))
+    return grad
