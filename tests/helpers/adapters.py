@@ -1,7 +1,8 @@
-"""Adapters of LoRA that are split over ranks, put together: by Megatron's names, with layers counted over all stages."""
+"""Adapters of LoRA, split over ranks and put together, by Megatron's names with layers counted over all stages."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,10 @@ from psrl.integrations.verl.export import whole_grads
 
 
 def fill_adapters(engine: Any) -> None:
-    """The same adapters on every layout. The second matrix begins as zeros, which would hide the first one's gradient."""
+    """The same adapters on every layout. A second matrix begins as zeros, which would hide the first one's gradient."""
     with torch.no_grad():
-        for index, (name, param) in enumerate(_adapters(engine)):
-            generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + _layer(name))
+        for name, param in _adapters(engine):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             shape = list(param.shape)
             shape[param.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
             whole = 0.2 * torch.randn(shape, generator=generator, dtype=param.dtype)
@@ -38,15 +39,11 @@ def adapter_grads(engine: Any) -> dict[str, torch.Tensor]:
 
 def _adapters(engine: Any) -> Iterator[tuple[str, Any]]:
     for chunk in map(unwrap_model, engine.module):
-        for place, layer in enumerate(chunk.decoder.layers):
+        for layer in chunk.decoder.layers:
             for name, param in layer.named_parameters():
                 if param.requires_grad:
-                    assert ".adapter." in name and param.tensor_model_parallel, (place, name)
+                    assert ".adapter." in name and param.tensor_model_parallel, name
                     yield f"layers.{layer.layer_number - 1}.{name}", param
-
-
-def _layer(name: str) -> int:
-    return int(name.split(".")[1])
 
 
 def _gated(name: str) -> bool:

@@ -65,3 +65,12 @@ def wide_rows() -> list[Row]:
 
 
 FORESTS = {"step": step_rows, "tree": tree_rows, "degenerate": degenerate_rows}
+
+
+def value_rows() -> list[Row]:
+    """Those of a tree, for a critic."""
+    rows = tree_rows()
+    for index, row in enumerate(rows):
+        num = sum(row.loss_mask)
+        row.extra = {"values": [0.1 * index] * num, "returns": [0.3 - 0.2 * t for t in range(num)]}
+    return rows

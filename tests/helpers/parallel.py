@@ -88,14 +88,9 @@ class RankResult:
 
 
 def run_job(job: Job, layout: Layout) -> RankResult:
-    """Run ``job`` as this rank of ``layout``. Replaces the process's model-parallel groups."""
-    from megatron.core import parallel_state as mpu
-
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
-        _destroy_groups()
+    """Run ``job`` as this rank of ``layout``."""
     with _expert_bias_mapped(job.expert_bias):
-        return _run(job, _worker(job, layout, job.engine))
+        return _run(job, rank_worker(job, layout, job.engine))
 
 
 def _destroy_groups() -> None:
@@ -108,25 +103,6 @@ def _destroy_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     gc.collect()
-
-
-def infer_and_train(job: Job, layout: Layout) -> tuple[int, tuple[list[torch.Tensor], float, float] | None]:
-    """The calls of upstream's worker on this rank's rows: log-probs of every row, then the loss and the norm of the
-    gradient of one step. None on stages without outputs."""
-    from megatron.core import parallel_state as mpu
-    from verl.utils import tensordict_utils as tu
-
-    mpu.destroy_model_parallel()
-    _destroy_groups()
-    worker = _worker(job, layout, job.engine)
-    dp_rank = mpu.get_data_parallel_rank()
-    rows, budget = job.shares[dp_rank], job.budgets[0]
-    inferred = worker.infer_batch(_batch(job, rows, budget))
-    trained = worker.train_batch(_batch(job, rows, budget))
-    if inferred is None:
-        return dp_rank, None
-    metrics = tu.get(trained, "metrics")
-    return dp_rank, (at_targets(inferred["log_probs"], rows), metrics["loss"], metrics["grad_norm"])
 
 
 def _run(job: Job, worker: Any) -> RankResult:
@@ -173,7 +149,10 @@ def _expert_bias_mapped(enabled: bool) -> Iterator[None]:
         Qwen2MoEBridge._MLP_MAPPING = names
 
 
-def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
+def rank_worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
+    """Replaces the process's model-parallel groups."""
+    from megatron.core import parallel_state as mpu
+
     from psrl.config import PSRLConfig
     from psrl.integrations.verl.worker import build_training_worker
     from tests.helpers.adapters import fill_adapters
@@ -182,6 +161,9 @@ def _worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
 
     if not engine.get("vanilla_mbridge", True):
         import_megatron_bridge()
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+        _destroy_groups()
     worker = build_training_worker(
         job.checkpoint,
         psrl_config=PSRLConfig(enable=job.sharing, **{"attention_backend": "sdpa", **job.psrl}),
@@ -213,7 +195,7 @@ def _fill_head(engine: Any) -> None:
     engine.optimizer.reload_model_params()
 
 
-def _batch(job: Job, rows: Sequence[Row], budget: int) -> Any:
+def rank_batch(job: Job, rows: Sequence[Row], budget: int) -> Any:
     """This rank's rows, as the dispatcher hands them out: sizes of the batch are global."""
     batch = batch_tensordict(
         rows,
@@ -235,7 +217,7 @@ def _update(worker: Any, job: Job, rows: Sequence[Row], budget: int, result: Ran
     engine, key = worker.engine, budget if key is None else key
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(_batch(job, rows, budget), worker.loss_fn, forward_only=False)
+        output = engine.forward_backward_batch(rank_batch(job, rows, budget), worker.loss_fn, forward_only=False)
         grads = full_grads(engine) if engine.peft_cls is None else adapter_grads(engine)
     if torch.distributed.get_rank() == 0:
         result.grads[key] = {name: grad.clone() for name, grad in grads.items()}
@@ -250,7 +232,7 @@ def _record(engine: Any, job: Job, rows: Sequence[Row], result: RankResult) -> N
 
     from tests.helpers.routes import without_routes
 
-    batch = _batch(job, without_routes(rows), job.budgets[0])
+    batch = rank_batch(job, without_routes(rows), job.budgets[0])
     tu.assign_non_tensor(batch, enable_routing_replay=True)
     with engine.eval_mode():
         output = engine.infer_batch(batch)
@@ -260,7 +242,7 @@ def _record(engine: Any, job: Job, rows: Sequence[Row], result: RankResult) -> N
 
 def _two_steps(worker: Any, job: Job, rows: Sequence[Row], result: RankResult) -> None:
     for _ in range(2):
-        worker.train_mini_batch(_batch(job, rows, job.budgets[0]))
+        worker.train_mini_batch(rank_batch(job, rows, job.budgets[0]))
     engine = worker.engine
     weights = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
     if engine.peft_cls is not None:  # as a rollout gets them that has the base already

@@ -9,7 +9,7 @@ from verl.workers.config.engine import EngineRouterReplayConfig
 
 from tests.helpers import Row
 from tests.helpers.forests import FORESTS, step_rows
-from tests.helpers.parallel import Job, Layout, infer_and_train, reference, run_job
+from tests.helpers.parallel import Job, Layout, reference, run_job
 from tests.helpers.parallel_checks import (
     ROWS,
     TOLERANCE,
@@ -20,6 +20,7 @@ from tests.helpers.parallel_checks import (
     together,
     unshared,
 )
+from tests.helpers.parallel_jobs import infer_and_train
 from tests.helpers.ranks import RankError
 from tests.helpers.routes import routed_rows
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers import value_loss_fn
-from tests.helpers.forests import FORESTS
+from tests.helpers.forests import value_rows
 from tests.helpers.parallel import Layout
 from tests.helpers.parallel_checks import check, split
 
@@ -56,11 +56,3 @@ def test_critics(pool, checkpoint, name):
         model_type="value_model",
         loss=(value_loss_fn, {}),
     )
-
-
-def value_rows():
-    rows = FORESTS["tree"]()
-    for index, row in enumerate(rows):
-        num = sum(row.loss_mask)
-        row.extra = {"values": [0.1 * index] * num, "returns": [0.3 - 0.2 * t for t in range(num)]}
-    return rows

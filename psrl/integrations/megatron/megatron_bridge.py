@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from megatron.core.utils import unwrap_model
 from torch import nn
 
 from psrl.errors import UnsupportedError
@@ -22,6 +24,7 @@ from psrl.integrations.megatron.router import PrefixRouter
 HOOKS = HookSet()
 LOCAL_HOOKS = HookSet()
 """Without TransformerEngine only."""
+HEAD = "lm_head.weight"
 
 
 def check_importable() -> None:
@@ -56,6 +59,28 @@ def feed_adapters(chunks: Iterable[nn.Module]) -> None:
                 wrapped.return_layernorm_output = True
 
 
+def allow_missing_head(bridge: Any) -> None:
+    """Let ``bridge`` load a checkpoint with tied embeddings into a value model, and export and save the head with it.
+
+    Cause: a parameter whose name the checkpoint does not list is neither loaded nor exported
+    (megatron/bridge/models/conversion/model_bridge.py, ``build_conversion_tasks``). Remove when a value head's is.
+    """
+    source = bridge.hf_pretrained.state.source
+    if HEAD in source.get_all_keys():
+        return
+    files = source.key_to_filename_map  # bridges on the same checkpoint have it in common
+    source._key_to_filename_map_cache = {**files, HEAD: next(iter(files.values()))}
+    source._keys_cache = None
+    upstream = source.load_tensors
+
+    def load_tensors(keys: list[str]) -> dict[str, torch.Tensor]:
+        """Of the head no rows, so that the bridge takes it for one of another size, which it leaves alone."""
+        loaded = upstream([key for key in keys if key != HEAD])
+        return {**loaded, HEAD: torch.empty(0)} if HEAD in keys else loaded
+
+    source.load_tensors = load_tensors
+
+
 @HOOKS.add(
     cause="knows by name which modules are split how, and of a module with a fused norm that the norm is not split",
     upstream="megatron/bridge/models/conversion/param_mapping.py (AutoMapping._detect_parallelism_type)",
@@ -74,6 +99,47 @@ def parallelism_of_modules() -> None:
         return upstream(self, module)
 
     mapping._detect_parallelism_type = detect
+
+
+@HOOKS.add(
+    cause="looks for tied weights in a rank's first chunk; on the last stage of an interleaved pipeline the last chunk "
+    "has them",
+    upstream="megatron/bridge/models/conversion/model_bridge.py (MegatronModelBridge._broadcast_shared_embeddings)",
+    remove_when="it asks every chunk",
+)
+def tied_weights_of_interleaved_pipelines() -> None:
+    bridge: Any = importlib.import_module("megatron.bridge.models.conversion.model_bridge").MegatronModelBridge
+    upstream = bridge._broadcast_shared_embeddings
+
+    def broadcast(self: Any, chunks: Any) -> None:
+        ends = [chunk for chunk in chunks if unwrap_model(chunk).pre_process or unwrap_model(chunk).post_process]
+        upstream(self, ends or chunks)
+
+    bridge._broadcast_shared_embeddings = broadcast
+
+
+@HOOKS.add(
+    cause="the value head is created in the default dtype, not in params_dtype",
+    upstream="verl/models/mcore/bridge.py (make_value_model)",
+    remove_when="the head takes its dtype from the configuration",
+)
+def value_head_in_the_dtype_of_the_model() -> None:
+    module: Any = importlib.import_module("verl.models.mcore.bridge")
+    upstream = module.make_value_model
+
+    def make_value_model(hidden_size: int, sequence_parallel: bool) -> Any:
+        add_head = upstream(hidden_size, sequence_parallel)
+
+        def add(chunks: list[nn.Module]) -> list[nn.Module]:
+            chunks = add_head(chunks) or chunks
+            for chunk in chunks:
+                if isinstance(head := getattr(chunk, "output_layer", None), module.LinearForLastLayer):
+                    head.to(chunk.config.params_dtype)
+            return chunks
+
+        return add
+
+    module.make_value_model = make_value_model
 
 
 @LOCAL_HOOKS.add(

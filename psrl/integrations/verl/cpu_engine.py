@@ -49,8 +49,9 @@ class DeviceModeMixin(_Engine):
         if not self.engine_config.vanilla_mbridge:
             megatron_bridge.install()
         super()._build_tf_config()
-        if self.is_value_model and self.vanilla_bridge:
-            allow_missing_head(self.bridge)
+        if self.is_value_model:
+            allow = allow_missing_head if self.vanilla_bridge else megatron_bridge.allow_missing_head
+            allow(self.bridge)
 
     def _build_megatron_module(self) -> Any:
         with layer_specs(self.engine_config.psrl.attention_backend):
