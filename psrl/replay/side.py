@@ -81,7 +81,7 @@ def build_side(name: str, options: ReplayOptions, model: ReplayModel, max_tokens
             quiet=False,  # the whole job is
             model={"tokenizer_path": str(model.tokenizer_folder)},
             sharing_system=options.system,
-            vanilla_mbridge=True,  # gradients are exported through it
+            vanilla_mbridge=True,  # needs no TransformerEngine
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
             virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,

@@ -5,6 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from psrl.config import PSRLConfig
+from psrl.errors import UnsupportedError
+from psrl.integrations.verl.export import full_grads
 from tests.helpers import batch_tensordict, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import at_targets
 from tests.helpers.forests import tree_rows
@@ -123,3 +125,8 @@ def test_the_reference_is_the_engine_without_its_adapters(checkpoint):
     assert torch.allclose(log_probs(worker, no_lora_adapter=True), base, rtol=0, atol=1e-9)
     assert (adapted - base).abs().max() > 1e-2
     assert torch.allclose(log_probs(worker), adapted, rtol=0, atol=1e-12)
+
+
+def test_adapters_have_no_names_of_the_checkpoint(checkpoint):
+    with pytest.raises(UnsupportedError, match=r"model\.lora\.rank: gradients of adapters"):
+        full_grads(lora_worker(checkpoint("qwen3", layers=2), "attention", SHARING).engine)

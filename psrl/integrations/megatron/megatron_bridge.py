@@ -112,8 +112,10 @@ def tied_weights_of_interleaved_pipelines() -> None:
     upstream = bridge._broadcast_shared_embeddings
 
     def broadcast(self: Any, chunks: Any) -> None:
-        ends = [chunk for chunk in chunks if unwrap_model(chunk).pre_process or unwrap_model(chunk).post_process]
-        upstream(self, ends or chunks)
+        upstream(self, [chunk for chunk in chunks if is_end(unwrap_model(chunk))] or chunks)
+
+    def is_end(chunk: Any) -> bool:
+        return getattr(chunk, "pre_process", False) or getattr(chunk, "post_process", False)
 
     bridge._broadcast_shared_embeddings = broadcast
 
