@@ -37,6 +37,9 @@ class PSRLConfig:
     kv_recompute: bool = True
     """Compute prefixes again, for each micro-batch that needs them, where nothing else keeps the cache within its
     budget. False: such a mini-batch is an error."""
+    keep_attention: bool = True
+    """An update keeps attention's outputs of spine tokens between its passes where the cache's budget has room for all
+    of them; otherwise its second forward of the spine computes attention too."""
     attention_backend: str = "auto"
     """``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
     ``reference`` is dense and for tests."""
@@ -58,7 +61,7 @@ class PSRLConfig:
             low = 0 if name == "kv_host_bytes" else 1
             if value < low:
                 raise ConfigError(f"psrl.{name} must be at least {low}, got {value}")
-        for name in ("enable", "kv_recompute"):
+        for name in ("enable", "kv_recompute", "keep_attention"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"psrl.{name} must be true or false, got {getattr(self, name)!r}")
         if not self.kv_host_flops_per_byte > 0.0:

@@ -100,6 +100,16 @@ class ModelShape:
         """Numbers that a layer caches of a token."""
         return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.cached_values
 
+    def attention_bytes(self, itemsize: int, tensor_parallel: int = 1) -> int:
+        """Output of ``itemsize`` bytes a number and log-sum-exp of a layer's attention on one rank, of a token.
+
+        Where values have fewer numbers than keys this is the most that a backend's output takes: some fill it up.
+        """
+        latent, head_dim = self.latent, self.head_dim
+        if latent is not None:
+            head_dim = max(latent.plain_dim + latent.rotary_dim, latent.value_dim)
+        return self.num_heads // tensor_parallel * (head_dim * itemsize + max(4, itemsize))
+
     @property
     def flops_per_row(self) -> float:
         """Forward FLOPs of a row of the output layer."""
@@ -132,6 +142,9 @@ class KVFootprint:
     """Most bytes that the cache may hold at once. None: no limit."""
     num_shards: int = 1
     """Ranks over which every block is spread evenly (context parallelism)."""
+    attention_bytes_per_token: int = 0
+    """Output and log-sum-exp of attention over the layers and heads of this rank, which an update keeps of the spine
+    where the budget has room for all of them. 0: it keeps none."""
 
     def stored_tokens(self, num_tokens: int) -> int:
         """Tokens for which this rank has room of a block of ``num_tokens``."""
@@ -155,6 +168,13 @@ class KVFootprint:
         return cls.of_values(2 * num_layers * num_kv_heads * head_dim, itemsize, budget_bytes, num_shards)
 
     @classmethod
-    def of_values(cls, values: int, itemsize: int, budget_bytes: int | None = None, num_shards: int = 1) -> KVFootprint:
+    def of_values(
+        cls,
+        values: int,
+        itemsize: int,
+        budget_bytes: int | None = None,
+        num_shards: int = 1,
+        attention_bytes_per_token: int = 0,
+    ) -> KVFootprint:
         """Footprint of a rank that caches ``values`` numbers of ``itemsize`` bytes of a token, over all its layers."""
-        return cls(values * itemsize, values * max(4, itemsize), budget_bytes, num_shards)
+        return cls(values * itemsize, values * max(4, itemsize), budget_bytes, num_shards, attention_bytes_per_token)

@@ -40,6 +40,8 @@ def check_plan(
     if not plan.forward_only:
         _check_completions(plan, batch)
     peak = _replay_cache(plan, footprint or KVFootprint(1, 1))
+    if footprint is not None:
+        _check_kept_attention(plan, footprint)
     if footprint is not None and plan.tiers is not None:
         if host is None:
             raise PlanError("transfers without a host tier")
@@ -49,6 +51,17 @@ def check_plan(
         _require(footprint.budget_bytes is None or peak <= footprint.budget_bytes, f"peak {peak} exceeds the budget")
         moved = (plan.stats.kv_host_bytes_peak, plan.stats.kv_bytes_to_host, plan.stats.kv_bytes_to_device)
         _require(moved == (0, 0, 0), "bytes of a host tier that is not used")
+
+
+def _check_kept_attention(plan: ExecutionPlan, footprint: KVFootprint) -> None:
+    """All of the spine's or nothing, within the budget; nothing unless one pass 1 makes it and one pass 2 reads it."""
+    stats, kept = plan.stats, plan.stats.attention_bytes
+    of_spine = footprint.stored_tokens(stats.spine_tokens) * footprint.attention_bytes_per_token
+    _require(kept in (0, of_spine), f"{kept} bytes of attention are kept, of the spine's {of_spine}")
+    if kept:
+        _require(not plan.forward_only and len(plan.waves) == 1, "attention is kept in a plan that does not read it")
+        budget = footprint.budget_bytes
+        _require(budget is None or stats.kv_bytes_peak + kept <= budget, f"kept attention exceeds the budget {budget}")
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:

@@ -189,12 +189,12 @@ class _Draft:
             micro_batches=pieces.micro_batches if self.forward_only else _with_completions(pieces, self.edges, waves),
             blocks=pieces.blocks,
             waves=waves,
-            stats=_with_transfers(self._stats(pieces, waves, peak), tiers),
+            stats=_with_transfers(self._stats(pieces, waves, peak, tiers), tiers),
             cache=self.system.cache,
             tiers=tiers,
         )
 
-    def _stats(self, pieces: Pieces, waves: tuple[Wave, ...], peak: int) -> PlanStats:
+    def _stats(self, pieces: Pieces, waves: tuple[Wave, ...], peak: int, tiers: TierSchedule | None) -> PlanStats:
         tree, shape, spine_U, num_rows_U = self.tree, self.shape, self.division.spine_U, self.num_rows_U
         pairs_U, seqlens = tree.depth_U + 1, self.batch.seqlens_S
         num_tokens = self.batch.num_tokens
@@ -205,10 +205,13 @@ class _Draft:
         )
         unique = Work(tree.num_tokens, int(pairs_U.sum()), int(num_rows_U.sum()), path)
         spine = Work(int(spine_U.sum()), int(pairs_U[spine_U].sum()), int(num_rows_U[spine_U].sum()), spine_path)
-        flops_unshared, flops_shared = shape.forward_flops(every), shape.forward_flops(unique)
+        flops_unshared, flops_shared, kept = shape.forward_flops(every), shape.forward_flops(unique), 0
         if not self.forward_only:
             flops_unshared += shape.backward_flops(every)
-            flops_shared += shape.backward_flops(unique) + shape.forward_flops(spine)
+            if len(waves) == 1 and tiers is None:
+                kept = _kept_attention(spine.tokens, peak, self.footprint)
+            again = dataclasses.replace(spine, pairs=0) if kept else spine
+            flops_shared += shape.backward_flops(unique) + shape.forward_flops(again)
         return PlanStats(
             num_samples=self.batch.num_samples,
             num_tokens=num_tokens,
@@ -219,7 +222,14 @@ class _Draft:
             kv_bytes_peak=peak,
             flops_unshared=flops_unshared,
             flops_shared=flops_shared,
+            attention_bytes=kept,
         )
+
+
+def _kept_attention(spine_tokens: int, kv_peak: int, footprint: KVFootprint) -> int:
+    """Bytes of attention's results that an update in one wave keeps of its spine: of all or, without room, of none."""
+    num_bytes = footprint.stored_tokens(spine_tokens) * footprint.attention_bytes_per_token
+    return num_bytes if footprint.budget_bytes is None or kv_peak + num_bytes <= footprint.budget_bytes else 0
 
 
 def _rows_per_token(edges: Edges, num_unique: int) -> np.ndarray:

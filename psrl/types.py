@@ -211,6 +211,9 @@ class PlanStats:
     kv_bytes_to_device: int = 0
     recomputed_tokens: int = 0
     """Of ``unique_tokens``, those that are there again because the budget cannot hold the K/V of their first copy."""
+    attention_bytes: int = 0
+    """Outputs and log-sum-exps of attention that the spine's pass 1 keeps for pass 2, beside ``kv_bytes_peak``: their
+    peak on this rank. 0: pass 2 computes them again."""
 
     @property
     def kv_bytes_moved(self) -> int:

@@ -42,9 +42,10 @@ def make_record(
     """Everything that was measured. Plan figures are those of the update's first step, added up over mini-batches.
 
     ``kv_bytes_peak`` is measured, ``kv_bytes_predicted`` is the plan's; so with the bytes of the host tier, each of the
-    phase where it is largest. None without sharing, as is all that needs a plan. Seconds are medians over repeats, of
-    one pass over all samples; ``cpu_seconds`` count this process's processor time. ``peak_bytes`` are of the GPU's
-    memory, beside weights, gradients and optimizer; None without one.
+    phase where it is largest. ``attention_bytes`` are what the update kept of attention for its second pass, measured.
+    None without sharing, as is all that needs a plan. Seconds are medians over repeats, of one pass over all samples;
+    ``cpu_seconds`` count this process's processor time. ``peak_bytes`` are of the GPU's memory, beside weights,
+    gradients and optimizer; None without one.
     """
     num_tokens = sum(sample.num_tokens for sample in samples)
     phases = {phase: _phase_record(runs[phase], num_tokens) for phase in PHASES}
@@ -69,6 +70,7 @@ def make_record(
         "waves": update["waves"],
         "kv_bytes_peak": _largest(phases, "kv_bytes_peak"),
         "kv_bytes_predicted": _largest(phases, "kv_bytes_predicted"),
+        "attention_bytes": update["attention_bytes"],
         **{key: _largest(phases, key) for key in _HOST_KEYS},
         **phases,
         "metrics": runs[UPDATE][side].metrics,
@@ -105,6 +107,7 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
         return dict.fromkeys(
             ("ideal_speedup", "planning_seconds", "planning_wait_seconds", "planning_share", "unique_tokens",
              "spine_tokens", "recomputed_tokens", "micro_batches", "waves", "kv_bytes_peak", "kv_bytes_predicted",
+             "attention_bytes",
              *_HOST_KEYS)
         )  # fmt: skip
     reports = run.first.reports
@@ -121,6 +124,7 @@ def _plan_record(run: PhaseRun | None) -> dict[str, Any]:
         "waves": sum(s.num_waves for s in stats),
         "kv_bytes_peak": max(report.kv_bytes_measured for report in reports),
         "kv_bytes_predicted": max(s.kv_bytes_peak for s in stats),
+        "attention_bytes": max(report.attention_bytes for report in reports),
         **_host_record(reports),
     }
 
@@ -187,6 +191,7 @@ def _figures(record: Mapping[str, Any]) -> Table:
         ("micro-batches", _count(record["micro_batches"])),
         ("peak KV bytes, predicted", _count(record["kv_bytes_predicted"])),
         ("peak KV bytes, measured", _count(record["kv_bytes_peak"])),
+        ("kept attention bytes", _count(record["attention_bytes"])),
         *_host_rows(record),
         *([("tokens computed again", _count(again))] if (again := record["recomputed_tokens"]) else []),
     )

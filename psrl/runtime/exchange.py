@@ -65,6 +65,13 @@ def end_layer(execution: Execution) -> None:
         execution.path_tables.drop()
 
 
+def _end_backward(execution: Execution, layer: int) -> None:
+    """The layer's attention has run its backward too: it comes before that of what made its keys."""
+    end_layer(execution)
+    if execution.kept is not None:
+        execution.kept.drop(execution.micro_batch.plan.index, layer)
+
+
 class _PathAndTap(torch.autograd.Function):
     """Activation recompute may run the forward twice: it reads, and what a leaf stores is the same again. Where
     attention reads the path in its blocks, this is the tap alone."""
@@ -91,7 +98,7 @@ class _PathAndTap(torch.autograd.Function):
         if mb.is_spine:
             tapped = cache.own_grads(mb.index, layer)
             dk_TKH, dv_TKH = _add_leading(dk_TKH, tapped.k), _add_leading(dv_TKH, tapped.v)
-        end_layer(ctx.execution)
+        _end_backward(ctx.execution, layer)
         return dk_TKH, dv_TKH, None, None
 
 
@@ -127,7 +134,7 @@ class _ContextPathAndTap(torch.autograd.Function):
         if mb.path_blocks:
             cache.add_grads(mb.index, layer, dk_rKH[:num_stored], dv_rKH[:num_stored])
         if mb.path_blocks or mb.own_blocks:
-            end_layer(ctx.execution)
+            _end_backward(ctx.execution, layer)
         dk_tKH, dv_tKH = dk_rKH[num_stored:].to(grad_outputs[0].dtype), dv_rKH[num_stored:].to(grad_outputs[1].dtype)
         return dk_tKH, dv_tKH, None, None
 

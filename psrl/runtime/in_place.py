@@ -41,7 +41,8 @@ def attend_in_place(
     local = exchange_kv(execution, layer, k_TKH, v_TKH)
     path_grads = tables.grads if execution.backward else None
     layout = execution.micro_batch.layout
-    out_TNH = attend_path(q_TNH, local.k, local.v, layout, tables.path(), layer, path_grads, scale)
+    place = execution.kept_result(layer)
+    out_TNH = attend_path(q_TNH, local.k, local.v, layout, tables.path(), layer, path_grads, scale, place)
     if not execution.backward:
         end_layer(execution)  # not before the kernel is in the queue: it may free the path
     return out_TNH

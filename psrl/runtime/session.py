@@ -27,7 +27,7 @@ from torch import Tensor
 
 from psrl.cache import BlockShard, CacheBytes, KVCache, make_cache
 from psrl.errors import PlanError
-from psrl.runtime.attention import AttentionLayout
+from psrl.runtime.attention import AttentionLayout, KeptAttention, KeptResult
 from psrl.runtime.context import ContextPart, ContextRank, LocalPart, local_part, whole_part
 from psrl.runtime.outputs import RowChunk, row_chunks
 from psrl.runtime.path_tables import PathTables
@@ -98,6 +98,14 @@ class Execution:
     """For expert routers with losses or statistics."""
     routes: TokenRoutes | None = None
     """For expert routers that replay or record."""
+    kept: KeptAttention | None = None
+    """For a spine micro-batch whose attention pass 1 keeps for pass 2."""
+
+    def kept_result(self, layer: int) -> KeptResult | None:
+        """Where attention of a layer of this model chunk keeps its result, or finds it."""
+        if self.kept is None:
+            return None
+        return KeptResult(self.kept, self.micro_batch.plan.index, layer, is_filled=self.backward)
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,7 @@ class Session:
         self._max_logit_rows = max_logit_rows
         self._router = router
         self._routes = routes
+        self._kept = tuple(KeptAttention() for _ in self.caches) if plan.stats.attention_bytes else None
         self._bound: dict[int, BoundMicroBatch] = {}
 
     def execution(self, index: int, *, chunk: int = 0, backward: bool, router_scale: float = 1.0) -> Execution:
@@ -172,7 +181,8 @@ class Session:
             )
         bound, cache = self._bind(index), self.caches[chunk]
         tables = PathTables(cache, index) if self._path_in_place and bound.plan.path_blocks else None
-        return Execution(bound, cache, backward, self.attention_backend, tables, router, self._routes)
+        kept = self._kept[chunk] if self._kept is not None and bound.plan.is_spine else None
+        return Execution(bound, cache, backward, self.attention_backend, tables, router, self._routes, kept)
 
     @property
     def cache_bytes(self) -> CacheBytes:
@@ -181,15 +191,20 @@ class Session:
 
     def check_drained(self) -> None:
         """Raises:
-        PlanError: KV blocks are left in a cache.
+        PlanError: KV blocks or results of attention are left.
         """
-        for cache in self.caches:
-            cache.check_drained()
+        for held in (*self.caches, *(self._kept or ())):
+            held.check_drained()
 
     def close(self) -> None:
         """Drop what the caches hold, wherever the plan stopped."""
-        for cache in self.caches:
-            cache.close()
+        for held in (*self.caches, *(self._kept or ())):
+            held.close()
+
+    @property
+    def attention_bytes(self) -> int:
+        """Most bytes of attention's results that were kept so far."""
+        return sum(kept.peak_bytes for kept in self._kept or ())
 
     @cached_property
     def _token_ids_U(self) -> Tensor:

@@ -62,16 +62,18 @@ class CostModel:
 
     # --------------------------------------------------------------------------------------------- micro-batches
     def forward(self, run: PassAmounts, call: CallOverhead, *, with_entropy: bool = False) -> StageCosts:
-        return self._direction(run.micro_batches, self.calibration.forward, call, (1.0, 1.0), with_entropy)
+        computed = [amounts.in_forward for amounts in run.micro_batches]
+        return self._direction(computed, self.calibration.forward, call, (1.0, 1.0), with_entropy)
 
     def backward(self, run: PassAmounts, *, with_entropy: bool = False) -> StageCosts:
         """Recomputation included."""
         factors = (GEMM_BACKWARD, ATTENTION_BACKWARD)
         costs = self._direction(run.micro_batches, self.calibration.backward, None, factors, with_entropy)
+        computed = [amounts.in_forward for amounts in run.micro_batches]
         if self.recompute == "full":
-            return costs.plus(self._layers(run.micro_batches, self.calibration.forward, (1.0, 1.0)))
+            return costs.plus(self._layers(computed, self.calibration.forward, (1.0, 1.0)))
         if self.recompute == "selective":
-            again = self._attention(run.micro_batches, self.calibration.forward, 1.0)
+            again = self._attention(computed, self.calibration.forward, 1.0)
             return StageCosts(costs.local + again, costs.experts, costs.exchange)
         return costs
 

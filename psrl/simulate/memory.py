@@ -27,6 +27,7 @@ class MemoryUse:
     activations: int
     logits: int
     kv_cache: int
+    """With what an update keeps of attention between its passes."""
 
     @property
     def total(self) -> int:
@@ -59,7 +60,7 @@ def peak_memory(costs: CostModel, batches: Sequence[Batch]) -> MemoryUse:
             activations = max(activations, tokens * model.hidden_size * itemsize * kept / share)
             # Logits, their float32 copy and its gradient.
             logits = max(logits, rows * model.vocab_size * (itemsize + 8) / share)
-        kv = max(kv, batch.stats.kv_bytes_peak if batch.stats is not None else 0)
+        kv = max(kv, batch.stats.kv_bytes_peak + batch.stats.attention_bytes if batch.stats is not None else 0)
     return MemoryUse(
         weights=int((dense + experts) * itemsize),
         gradients=int((dense + experts) * 4),

@@ -126,12 +126,13 @@ class Sides:
     def _planned(self, rows: IntArray, *, forward_only: bool) -> Batch:
         model, layout = self.model, self.layout
         layers = layout.layers_of_stages(model)
+        most_layers = max(sum(layers[stage :: layout.pipeline]) for stage in range(layout.pipeline))
         footprint = KVFootprint.of_values(
-            max(sum(layers[stage :: layout.pipeline]) for stage in range(layout.pipeline))
-            * model.cached_values(layout.tensor),
+            most_layers * model.cached_values(layout.tensor),
             self.dtype_bytes,
             self.kv_cache_bytes,
             layout.context,
+            most_layers * model.shape.attention_bytes(self.dtype_bytes, layout.tensor),
         )
         samples = select_samples(self.trace.samples, np.sort(rows))
         plan = build_plan(

@@ -25,6 +25,13 @@ class Amounts(NamedTuple):
     """Calls of an attention kernel in a layer."""
     path_tokens: int
     """Cached tokens that it reads."""
+    is_kept: bool = False
+    """Its forward finds attention's results, which pass 1 kept."""
+
+    @property
+    def in_forward(self) -> Amounts:
+        """Without what the forward need not compute."""
+        return self._replace(pairs=0, tiles=0) if self.is_kept else self
 
 
 DUMMY = Amounts(1, 1, 1, 1, 0)
@@ -41,11 +48,14 @@ class PassAmounts(NamedTuple):
 def shared_passes(plan: ExecutionPlan) -> list[PassAmounts]:
     """Pass 1 and pass 2 of every wave of a plan; empty ones are left out, as the runtime does."""
     amounts = [micro_batch_amounts(micro_batch) for micro_batch in plan.micro_batches]
+    keeps = plan.stats.attention_bytes > 0
     passes = []
     for wave in plan.waves:
         for order, is_training in ((wave.pass1, False), (wave.pass2, True)):
             if order:
-                passes.append(PassAmounts(tuple(amounts[m] for m in order), is_training))
+                kept = {m for m in order if keeps and is_training and plan.micro_batches[m].is_spine}
+                run = tuple(amounts[m]._replace(is_kept=True) if m in kept else amounts[m] for m in order)
+                passes.append(PassAmounts(run, is_training))
     return passes
 
 

@@ -182,6 +182,21 @@ def test_activation_recompute(worker, recompute, budget):
     check_equal(run_update(worker(recompute=recompute), rows, loss_fn, max_tokens=budget), plain)
 
 
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_kept_attention_changes_no_bit(worker, recompute):
+    """Where the budget has room for the cache, but not for attention's results too, pass 2 computes them again."""
+    rows, loss_fn, batch = tree_rows() + step_rows(), ppo_loss_fn(entropy_coeff=0.1), {"calculate_entropy": True}
+    kept = run_update(worker(recompute=recompute), rows, loss_fn, max_tokens=5, **batch)
+    tight, stats = kept.report.stats.kv_bytes_peak, kept.report.stats
+    again = run_update(worker(recompute=recompute, kv_bytes=tight), rows, loss_fn, max_tokens=5, **batch)
+    off = run_update(worker(recompute=recompute, keep_attention=False), rows, loss_fn, max_tokens=5, **batch)
+    assert kept.report.attention_bytes == stats.attention_bytes > 0
+    assert stats.flops_shared < again.report.stats.flops_shared == off.report.stats.flops_shared
+    for other in (again, off):
+        assert other.report.attention_bytes == other.report.stats.attention_bytes == 0
+        assert all(torch.equal(grad, other.grads[name]) for name, grad in kept.grads.items())
+
+
 @pytest.mark.parametrize("budget", [3, 1000])
 def test_reference_and_sdpa_attention_agree(worker, budget):
     rows, loss_fn = tree_rows() + step_rows(), ppo_loss_fn()

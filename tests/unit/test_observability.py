@@ -54,6 +54,12 @@ def test_a_phase_over_ranks_and_mini_batches():
     }
 
 
+def test_kept_attention_where_there_is_some():
+    metrics = phase_metrics("update", [[record(10, 5), record(10, 5, attention_bytes=70)], [record(10, 5)]])
+    assert metrics["psrl/update/attention_bytes"] == 70.0
+    assert "psrl/update/attention_bytes" not in phase_metrics("update", [[record(10, 5)]])
+
+
 def test_the_host_tier_where_it_is_in_use():
     moved = {"kv_host_bytes_peak": 50, "kv_bytes_to_host": 60, "kv_bytes_to_device": 80}
     metrics = phase_metrics("update", [[record(10, 5), record(10, 5, **moved)], [record(10, 5, **moved)]])

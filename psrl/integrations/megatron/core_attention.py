@@ -73,6 +73,7 @@ class PrefixCoreAttention(MegatronModule):
             execution.micro_batch.layout,
             scale=self.scale,
             backend=execution.attention_backend,
+            place=execution.kept_result(self.cache_layer),
         )
         return out_TNH.reshape(len(query), -1)
 

@@ -59,11 +59,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(plan: ExecutionPlan, error: BaseException) -> OutOfMemoryError:
     """The error with what the plan needs and what to change."""
     kind, stats = ("infer_max_tokens" if plan.forward_only else "max_tokens"), plan.stats
+    kept, switch = "", ""
+    if stats.attention_bytes:
+        kept = f", attention's results between the passes {stats.attention_bytes:,}"
+        switch = "psrl.keep_attention=false, "
     return OutOfMemoryError(
         f"out of memory while a plan of {stats.unique_tokens:,} tokens ran: cached K/V and gradients take up to "
-        f"{stats.kv_bytes_peak:,} bytes of it on the device; the rest is activations of up to {plan.max_tokens:,} "
-        f"tokens, logits, and what else is there. Set psrl.kv_cache_bytes below {stats.kv_bytes_peak:,}, "
-        f"lower psrl.{kind}, or set psrl.max_logit_rows ({error})"
+        f"{stats.kv_bytes_peak:,} bytes of it on the device{kept}; the rest is activations of up to "
+        f"{plan.max_tokens:,} tokens, logits, and what else is there. Set {switch}psrl.kv_cache_bytes below "
+        f"{stats.kv_bytes_peak:,}, lower psrl.{kind}, or set psrl.max_logit_rows ({error})"
     )
 
 

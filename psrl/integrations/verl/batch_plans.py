@@ -136,7 +136,8 @@ class BatchPlans:
     def plan(self, *, forward_only: bool) -> ExecutionPlan:
         """The plan within what the cache may take now. Collective over ranks that share it where there is a budget.
 
-        A plan whose peak fits the budget is the one that is made without a budget (``waves.plan_waves``).
+        A plan whose peak fits the budget, with what it keeps of attention, is the one that is made without a budget
+        (``waves.plan_waves``).
 
         Raises:
             MemoryBudgetError: the budget is too small.
@@ -145,10 +146,10 @@ class BatchPlans:
         start = time.perf_counter()
         self.asked.append(forward_only)
         plan = self._without_budget.get(forward_only)
-        if plan is None or (budget is not None and plan.stats.kv_bytes_peak > budget):
+        if plan is None or (budget is not None and plan.stats.kv_bytes_peak + plan.stats.attention_bytes > budget):
             plan = self._build(budget, forward_only)
         if not any(self._engine.chunk_layers):
-            plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0))
+            plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0, attention_bytes=0))
         self.seconds += time.perf_counter() - start
         return plan
 

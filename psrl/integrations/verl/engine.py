@@ -39,7 +39,7 @@ from psrl.integrations.verl.engine_config import PSRLEngineConfig
 from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
 from psrl.integrations.verl.routes import FIELD
 from psrl.integrations.verl.support import check_supported
-from psrl.runtime.attention import PathAccess, path_access, resolve_backend
+from psrl.runtime.attention import KEEPING_BACKENDS, PathAccess, path_access, resolve_backend
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
@@ -175,11 +175,14 @@ class PrefixSharingMixin(_Engine):
         """
         config = self.tf_config
         shape = model_shape(config, 1 if self.is_value_model else self.model_config.hf_config.vocab_size)
+        tensor_parallel, itemsize = mpu.get_tensor_model_parallel_world_size(), self.param_dtype.itemsize
+        kept_bytes = shape.attention_bytes(itemsize, tensor_parallel) if self._keeps_attention else 0
         footprint = KVFootprint.of_values(
-            self._planned_layers * cached_values(config, mpu.get_tensor_model_parallel_world_size()),
-            self.param_dtype.itemsize,
+            self._planned_layers * cached_values(config, tensor_parallel),
+            itemsize,
             budget,
             mpu.get_context_parallel_world_size(),
+            self._planned_layers * kept_bytes,
         )
         return PlanOptions(
             max_tokens=max_tokens,
@@ -208,6 +211,13 @@ class PrefixSharingMixin(_Engine):
             is_latent=self.tf_config.multi_latent_attention,
             has_host_tier=bool(self.psrl_config.kv_host_bytes),
         )
+
+    @property
+    def _keeps_attention(self) -> bool:
+        """Whether an update may keep attention's results of the spine between its passes."""
+        backend = resolve_backend(self.psrl_config.attention_backend, get_device_name())
+        is_wanted = self.psrl_config.keep_attention and self.sharing_system.keeps_attention
+        return is_wanted and backend in KEEPING_BACKENDS
 
     @property
     def has_router_statistics(self) -> bool:

@@ -52,6 +52,8 @@ class BatchReport:
     planning_wait_seconds: float
     """What was waited for."""
     seconds: float
+    attention_bytes: int = 0
+    """Measured peak of attention's results that the update kept for its second pass."""
 
     @property
     def kv_bytes_measured(self) -> int:
@@ -84,6 +86,7 @@ class MiniBatchRun:
         self._with_entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         self._kinds = ("values",) if engine.is_value_model else ("log_probs", "entropy")[: 1 + self._with_entropy]
         self._kv_bytes, self._kv_bytes_predicted = CacheBytes(), CacheBytes()
+        self._attention_bytes = 0
         self._metrics: dict[str, Any] = {}
         self._plan: ExecutionPlan | None = None
         self._loads: RouterLoads | None = None
@@ -149,6 +152,7 @@ class MiniBatchRun:
             planning_seconds=self._plans.seconds,
             planning_wait_seconds=self._planning_wait_seconds,
             seconds=time.perf_counter() - self._start,
+            attention_bytes=self._attention_bytes,
         )
 
     # --------------------------------------------------------------------------------------------------- passes
@@ -181,6 +185,7 @@ class MiniBatchRun:
 
         run_plan(session, engine.module, on_output)
         self._kv_bytes = self._kv_bytes.then(session.cache_bytes)
+        self._attention_bytes = max(self._attention_bytes, session.attention_bytes)
         self._kv_bytes_predicted = self._kv_bytes_predicted.then(CacheBytes.predicted(plan.stats))
 
     def _router_samples(self, plan: ExecutionPlan) -> RouterSamples | None:

@@ -43,6 +43,8 @@ class PassRecord:
     kv_bytes_to_host: int = 0
     kv_bytes_to_device: int = 0
     recomputed_tokens: int = 0
+    attention_bytes: int = 0
+    """Measured peak of attention's results that an update kept for its second pass."""
 
 
 class EngineProbe:
@@ -89,6 +91,7 @@ class EngineProbe:
             kv_bytes_to_host=report.kv_bytes.to_host,
             kv_bytes_to_device=report.kv_bytes.to_device,
             recomputed_tokens=stats.recomputed_tokens,
+            attention_bytes=report.attention_bytes,
         )
 
     def drain(self) -> list[PassRecord]:
@@ -127,7 +130,7 @@ def max_log_ratio(outputs: dict[str, Any], data: TensorDict) -> float | None:
 
 def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str, float]:
     """Metrics ``psrl/<phase>/*`` of a phase from the records of its ranks. Empty without any record; those of the host
-    tier where it is in use.
+    tier and of kept attention where they are in use.
 
     Tokens, bytes moved and seconds are sums over the phase's calls; tokens and bytes also over ranks, of seconds the
     slowest rank's count.
@@ -159,6 +162,8 @@ def phase_metrics(phase: str, ranks: Sequence[Sequence[PassRecord]]) -> dict[str
         values["kv_bytes_to_device"] = total("kv_bytes_to_device")
     if recomputed := total("recomputed_tokens"):
         values["recomputed_tokens"] = recomputed
+    if kept := max(record.attention_bytes for record in everything):
+        values["attention_bytes"] = float(kept)
     shared = total("flops_shared")
     if shared:
         values["ideal_speedup"] = total("flops_unshared") / shared

@@ -1,7 +1,18 @@
 """Attention of a micro-batch under an interval mask: two integers per key, no dense mask."""
 
 from psrl.runtime.attention.dispatch import attend, attend_layout, resolve_backend
+from psrl.runtime.attention.kept import KEEPING_BACKENDS, KeptAttention, KeptResult
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.path_access import PathAccess, path_access
 
-__all__ = ["AttentionLayout", "PathAccess", "attend", "attend_layout", "path_access", "resolve_backend"]
+__all__ = [
+    "KEEPING_BACKENDS",
+    "AttentionLayout",
+    "KeptAttention",
+    "KeptResult",
+    "PathAccess",
+    "attend",
+    "attend_layout",
+    "path_access",
+    "resolve_backend",
+]

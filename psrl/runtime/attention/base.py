@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from psrl.runtime.attention.kept import KeptResult
 from psrl.runtime.attention.layout import AttentionLayout
 
 
@@ -22,6 +23,14 @@ class AttentionBackend(Protocol):
             UnsupportedError: the backend cannot run these dtypes or head dimensions on this device.
         """
         ...
+
+
+class KeepingBackend(Protocol):
+    """A backend that can keep its result for pass 2, or take the kept one; see ``made_once``."""
+
+    def __call__(
+        self, q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float, place: KeptResult, /
+    ) -> Tensor: ...
 
 
 def check_inputs(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from psrl.config import ATTENTION_BACKENDS
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.runtime.attention.base import AttentionBackend, check_inputs
+from psrl.runtime.attention.base import AttentionBackend, KeepingBackend, check_inputs
+from psrl.runtime.attention.kept import KEEPING_BACKENDS, KeptResult
 from psrl.runtime.attention.layout import AttentionLayout
 
 
@@ -86,6 +88,7 @@ def attend_layout(
     *,
     scale: float | None = None,
     backend: str = "auto",
+    place: KeptResult | None = None,
 ) -> Tensor:
     """[T, N, H] softmax attention under the mask of ``layout``, differentiable in q, k and v; deterministic.
 
@@ -100,12 +103,20 @@ def attend_layout(
             (CUDA), ``sdpa`` runs tiles on PyTorch's flash kernels (q, k and v padded to one head dim), ``flex`` is
             PyTorch's FlexAttention (forward only on CPU; not deterministic on FlashAttention-4). ``auto`` is
             ``triton`` on CUDA and ``sdpa`` elsewhere.
+        place: where the result is kept for pass 2, or read in pass 2. None: neither.
 
     Raises:
         ConfigError: ``backend`` is unknown.
-        UnsupportedError: the backend cannot run this device, dtype or head dimension.
+        PlanError: nothing was kept at ``place``.
+        UnsupportedError: the backend cannot run this device, dtype or head dimension, or cannot keep its result.
         ValueError: shapes, dtypes or devices do not fit together or to the layout.
     """
-    attention = _load(resolve_backend(backend, q_TNH.device.type))
+    name = resolve_backend(backend, q_TNH.device.type)
+    attention = _load(name)
     check_inputs(q_TNH, k_SKH, v_SKH, layout)
-    return attention(q_TNH, k_SKH, v_SKH, layout, q_TNH.shape[2] ** -0.5 if scale is None else float(scale))
+    factor = q_TNH.shape[2] ** -0.5 if scale is None else float(scale)
+    if place is None:
+        return attention(q_TNH, k_SKH, v_SKH, layout, factor)
+    if name not in KEEPING_BACKENDS:
+        raise UnsupportedError(f"attention backend {name!r} cannot keep its result; {KEEPING_BACKENDS} can")
+    return cast(KeepingBackend, attention)(q_TNH, k_SKH, v_SKH, layout, factor, place)

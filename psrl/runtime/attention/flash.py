@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from psrl.errors import UnsupportedError
 from psrl.runtime.attention.flash_kernels import Segments, VarlenKernel, varlen_kernel
+from psrl.runtime.attention.kept import KeptResult, Made, made_once
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.tiling import Range, Tile
 from psrl.runtime.transfer import to_device
@@ -27,7 +28,14 @@ from psrl.types import IntArray
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def flash_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def flash_attention(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKW: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    place: KeptResult | None = None,
+) -> Tensor:
     """[T, N, W], differentiable once.
 
     Raises:
@@ -39,14 +47,20 @@ def flash_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: Attenti
             f"attention backend 'flash' takes bfloat16 or float16, got {str(q_TNH.dtype).removeprefix('torch.')}: "
             "change the model's dtype, or set psrl.attention_backend=triton"
         )
-    return varlen_attention(q_TNH, k_SKH, v_SKW, layout, scale, kernel)
+    return varlen_attention(q_TNH, k_SKH, v_SKW, layout, scale, kernel, place)
 
 
 def varlen_attention(
-    q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float, kernel: VarlenKernel
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKW: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    kernel: VarlenKernel,
+    place: KeptResult | None = None,
 ) -> Tensor:
     """``flash_attention`` on a kernel of the caller's choice."""
-    return _VarlenAttention.apply(q_TNH, k_SKH, v_SKW, layout, scale, kernel)
+    return _VarlenAttention.apply(q_TNH, k_SKH, v_SKW, layout, scale, kernel, place)
 
 
 class HostCall(NamedTuple):
@@ -154,20 +168,11 @@ class _VarlenAttention(torch.autograd.Function):
         layout: AttentionLayout,
         scale: float,
         kernel: VarlenKernel,
+        place: KeptResult | None,
     ) -> Tensor:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_TNH, k_SKH, v_SKW))
         calls = device_calls(layout, q.device)
-        out = q.new_zeros((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
-        lse_TN = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-        extra: tuple[Tensor, ...] = ()
-        for call in calls:
-            part, part_lse, extra = kernel.forward(call.q.take(q), call.k.take(k), call.k.take(v), call.segments, scale)
-            part_lse_TN, before_TN = part_lse.t(), call.q.take(lse_TN)
-            # The call's share of the softmax over the keys so far; 1 where there were none.
-            share = torch.sigmoid(part_lse_TN - before_TN).unsqueeze(-1)
-            call.q.put(out, call.q.take(out).lerp(part.float(), share))
-            call.q.put(lse_TN, torch.logaddexp(before_TN, part_lse_TN))
-        out_TNW = out.to(q.dtype)
+        out_TNW, lse_TN, *extra = made_once(place, lambda: _forward_calls(q, k, v, calls, scale, kernel))
         ctx.save_for_backward(q, k, v, out_TNW, lse_TN, *extra)
         ctx.layout, ctx.scale, ctx.kernel, ctx.calls = layout, scale, kernel, calls
         return out_TNW
@@ -193,4 +198,19 @@ class _VarlenAttention(torch.autograd.Function):
             # Exactly zero, where the kernels leave rounding noise.
             dq.zero_()
             dk.zero_()
-        return (*(grad.to(q.dtype) for grad in grads), None, None, None)
+        return (*(grad.to(q.dtype) for grad in grads), None, None, None, None)
+
+
+def _forward_calls(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Call], scale: float, kernel: VarlenKernel) -> Made:
+    """Output [T, N, W] and log-sum-exp [T, N] over all keys, and the kernel's extra tensors."""
+    out = q.new_zeros((len(q), q.shape[1], v.shape[2]), dtype=torch.float32)
+    lse_TN = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    extra: tuple[Tensor, ...] = ()
+    for call in calls:
+        part, part_lse, extra = kernel.forward(call.q.take(q), call.k.take(k), call.k.take(v), call.segments, scale)
+        part_lse_TN, before_TN = part_lse.t(), call.q.take(lse_TN)
+        # The call's share of the softmax over the keys so far; 1 where there were none.
+        share = torch.sigmoid(part_lse_TN - before_TN).unsqueeze(-1)
+        call.q.put(out, call.q.take(out).lerp(part.float(), share))
+        call.q.put(lse_TN, torch.logaddexp(before_TN, part_lse_TN))
+    return out.to(q.dtype), lse_TN, *extra

@@ -19,12 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from psrl.runtime.attention.kept import KeptResult, Made, made_once
 from psrl.runtime.attention.kernels import FlashKernel, flash_kernel
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.tiling import Tile
 
 
-def sdpa_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def sdpa_attention(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    place: KeptResult | None = None,
+) -> Tensor:
     """[T, N, head dim of v], differentiable once.
 
     The kernels take one head dim for q, k and v: where they differ, zeros fill up the smaller, which changes no result.
@@ -36,7 +44,7 @@ def sdpa_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, layout: Attentio
     value_dim = v_SKH.shape[2]
     head_dim = max(q_TNH.shape[2], value_dim)
     padded = (F.pad(x, (0, head_dim - x.shape[2])) if x.shape[2] < head_dim else x for x in (q_TNH, k_SKH, v_SKH))
-    out_TNH = _TiledAttention.apply(*padded, layout, scale, kernel)
+    out_TNH = _TiledAttention.apply(*padded, layout, scale, kernel, place)
     return out_TNH if value_dim == head_dim else out_TNH[..., :value_dim]
 
 
@@ -50,11 +58,15 @@ class _TiledAttention(torch.autograd.Function):
         layout: AttentionLayout,
         scale: float,
         kernel: FlashKernel,
+        place: KeptResult | None,
     ) -> Tensor:
-        dtype = _compute_dtype(q_TNH.dtype, layout, kernel)
-        q, k, v = (_heads_first(x, dtype) for x in (q_TNH, k_SKH, v_SKH))
-        out, lse, extra = _forward_tiles(q, k, v, layout, scale, kernel)
-        out_TNH = _tokens_first(out, q_TNH.dtype)
+        def make() -> Made:
+            dtype = _compute_dtype(q_TNH.dtype, layout, kernel)
+            q, k, v = (_heads_first(x, dtype) for x in (q_TNH, k_SKH, v_SKH))
+            out, lse, extra = _forward_tiles(q, k, v, layout, scale, kernel)
+            return _tokens_first(out, q_TNH.dtype), lse, *extra
+
+        out_TNH, lse, *extra = made_once(place, make)
         ctx.save_for_backward(q_TNH, k_SKH, v_SKH, out_TNH, lse, *extra)
         ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
         return out_TNH
@@ -71,7 +83,7 @@ class _TiledAttention(torch.autograd.Function):
         if ctx.layout.is_constant:
             # Exactly zero, where the kernels leave rounding noise.
             grads = [grads[0].zero_(), grads[1].zero_(), grads[2]]
-        return (*(_tokens_first(grad, q_TNH.dtype) for grad in grads), None, None, None)
+        return (*(_tokens_first(grad, q_TNH.dtype) for grad in grads), None, None, None, None)
 
 
 def _forward_tiles(

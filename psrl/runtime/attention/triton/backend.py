@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from triton import knobs
 
 from psrl.errors import UnsupportedError
+from psrl.runtime.attention.kept import KeptResult, Made, made_once
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.triton.configs import KernelConfig, kernel_config
 from psrl.runtime.attention.triton.launch import (
@@ -54,13 +55,20 @@ class PathGrads(NamedTuple):
         return tables
 
 
-def triton_attention(q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def triton_attention(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKW: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    place: KeptResult | None = None,
+) -> Tensor:
     """[T, N, W], differentiable once; v may have its own head dim. Deterministic: no atomics.
 
     Raises:
         UnsupportedError: no kernel for this device, dtype or head dim.
     """
-    return _attend(q_TNH, k_SKH, v_SKW, layout, scale, None, 0, None)[0]
+    return _attend(q_TNH, k_SKH, v_SKW, layout, scale, None, 0, None, place)[0]
 
 
 def attend_path(
@@ -72,6 +80,7 @@ def attend_path(
     layer: int,
     path_grads: Callable[[], PathGrads] | None,
     scale: float | None = None,
+    place: KeptResult | None = None,
 ) -> Tensor:
     """[T, N, W]: attention to a cached path and local tokens, where the path stays in its blocks (no gather).
 
@@ -83,6 +92,7 @@ def attend_path(
         layer: layer of the blocks that is read and whose accumulators are added to.
         path_grads: called once in the backward pass for the accumulators; None where no backward follows.
         scale: factor of the scores; None means ``H ** -0.5``.
+        place: where the result is kept or read; see ``made_once``.
 
     Raises:
         UnsupportedError: no kernel for this device, dtype or head dim; the local k and v do not fit the path's.
@@ -100,14 +110,14 @@ def attend_path(
                 f"of {x.shape[1]} heads of {x.shape[2]} in {x.dtype}"
             )
     factor = q_TNH.shape[2] ** -0.5 if scale is None else float(scale)
-    return _attend(q_TNH, k_LKH, v_LKW, layout, factor, path, layer, path_grads)[0]
+    return _attend(q_TNH, k_LKH, v_LKW, layout, factor, path, layer, path_grads, place)[0]
 
 
 def attention_and_lse(
     q_TNH: Tensor, k_SKH: Tensor, v_SKW: Tensor, layout: AttentionLayout, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``triton_attention`` and the log-sum-exp of the scaled scores, [N, T] float32 (-inf for a query without keys)."""
-    return _attend(q_TNH, k_SKH, v_SKW, layout, scale, None, 0, None)
+    return _attend(q_TNH, k_SKH, v_SKW, layout, scale, None, 0, None, None)
 
 
 def _attend(
@@ -119,6 +129,7 @@ def _attend(
     path: CachedPath | None,
     layer: int,
     path_grads: Callable[[], PathGrads] | None,
+    place: KeptResult | None,
 ) -> tuple[Tensor, Tensor]:
     if q_TNH.device.type != "cuda" and not knobs.runtime.interpret:
         raise UnsupportedError(
@@ -127,7 +138,7 @@ def _attend(
         )
     major = torch.cuda.get_device_capability(q_TNH.device)[0] if q_TNH.is_cuda else INTERPRETER_MAJOR
     config = kernel_config(q_TNH.shape[2], v_LKW.shape[2], q_TNH.dtype, major)
-    return _IntervalAttention.apply(q_TNH, k_LKH, v_LKW, layout, scale, config, path, layer, path_grads)
+    return _IntervalAttention.apply(q_TNH, k_LKH, v_LKW, layout, scale, config, path, layer, path_grads, place)
 
 
 class _IntervalAttention(torch.autograd.Function):
@@ -143,14 +154,20 @@ class _IntervalAttention(torch.autograd.Function):
         path: CachedPath | None,
         layer: int,
         path_grads: Callable[[], PathGrads] | None,
+        place: KeptResult | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (_aligned(x) for x in (q_TNH, k_LKH, v_LKW))
-        num_queries, num_heads, _ = q.shape
-        out = q.new_empty((num_queries, num_heads, v.shape[2]))
-        lse = q.new_empty((num_heads, num_queries), dtype=torch.float32)
-        if num_queries:
-            for launch in forward_launches(q, Keys(k, v, path, layer), out, lse, layout, scale, config):
-                launch.run()
+
+        def make() -> Made:
+            num_queries, num_heads, _ = q.shape
+            out = q.new_empty((num_queries, num_heads, v.shape[2]))
+            lse = q.new_empty((num_heads, num_queries), dtype=torch.float32)
+            if num_queries:
+                for launch in forward_launches(q, Keys(k, v, path, layer), out, lse, layout, scale, config):
+                    launch.run()
+            return out, lse
+
+        out, lse = made_once(place, make)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale, ctx.config = layout, scale, config
         ctx.path, ctx.layer, ctx.path_grads = path, layer, path_grads
@@ -179,7 +196,7 @@ class _IntervalAttention(torch.autograd.Function):
         else:
             dk.zero_()
             dv.zero_()
-        return dq, dk, dv, *(None,) * 6
+        return dq, dk, dv, *(None,) * 7
 
 
 def _aligned(x: Tensor) -> Tensor:
