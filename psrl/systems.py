@@ -45,6 +45,9 @@ class System:
     labels: Labels | None = None
     """None: all equal prefixes are shared."""
     cache: CachePolicy = CachePolicy()  # noqa: RUF009  immutable
+    keeps_attention: bool = True
+    """Whether an update keeps attention's results of the spine between its passes, where the settings allow it. The
+    caches of serving engines hold K/V only."""
 
     def prepare(self, batch: SampleBatch, max_tokens: int) -> SampleBatch:
         """The batch with the system's labels as one more input that has to be equal. Plans are made of that batch."""
@@ -54,12 +57,19 @@ class System:
 
 
 def paged(name: str, stands_for: str, page_tokens: int, *, keeps: bool, stores_leaves: bool) -> System:
-    """A system whose blocks are pages of ``page_tokens`` tokens, shared only whole."""
+    """A system whose blocks are pages of ``page_tokens`` tokens, shared only whole.
+
+    Args:
+        keeps, stores_leaves: as a serving engine does, both; psrl neither.
+    """
 
     def labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
         return page_labels(batch, tree, page_tokens)
 
-    return System(name, stands_for, by_pages(page_tokens), labels, CachePolicy(page_tokens, keeps, stores_leaves))
+    policy = CachePolicy(page_tokens, keeps, stores_leaves)
+    return System(
+        name, stands_for, by_pages(page_tokens), labels, policy, keeps_attention=not (keeps and stores_leaves)
+    )
 
 
 _ALL = (
@@ -82,12 +92,14 @@ _ALL = (
         "radix",
         "SGLang's prefix cache: a radix tree of every token, kept to the end",
         cache=CachePolicy(keeps=True, stores_leaves=True),
+        keeps_attention=False,
     ),
     System("no_self_sharing", "psrl without cutting what the same samples have over micro-batches", by_runs),
     paged(
         "no_adaptive_blocks", f"psrl with blocks of {PAGE_TOKENS} tokens", PAGE_TOKENS, keeps=False, stores_leaves=False
     ),
     System("no_dynamic_cache", "psrl with blocks freed at the end", cache=CachePolicy(keeps=True)),
+    System("no_kept_attention", "psrl with attention of the spine computed in both passes", keeps_attention=False),
     System("no_token_wise", "psrl with micro-batches of equally many samples", by_rows),
 )
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}

@@ -138,6 +138,7 @@ class Bench:
             "kv_bytes_measured": max((report.kv_bytes_measured for report in first.reports), default=0),
             "kv_bytes_moved": sum(report.kv_bytes.to_host + report.kv_bytes.to_device for report in first.reports),
             "recomputed_tokens": sum(s.recomputed_tokens for s in stats),
+            "attention_bytes": max((s.attention_bytes for s in stats), default=0),
             "micro_batch_seconds": gaps,
             "gradients": first.gradients,
         }

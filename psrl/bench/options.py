@@ -16,7 +16,8 @@ HALF = "psrl_half"
 """psrl with ``plans.half_budget`` of cache on the device; waves, host memory and computing again keep to it."""
 COMPARED = (UNSHARED, "tree_packing", "paged", "radix", "psrl", HALF)
 ABLATIONS = (
-    "psrl", "tree_packing", "no_self_sharing", "no_adaptive_blocks", "no_dynamic_cache", "no_token_wise"
+    "psrl", "tree_packing", "no_self_sharing", "no_adaptive_blocks", "no_dynamic_cache", "no_kept_attention",
+    "no_token_wise",
 )  # fmt: skip
 """psrl, then without: sharing between micro-batches, and each mechanism that its name says."""
 

@@ -85,7 +85,8 @@ def make_page(record: Mapping[str, Any], tables: Sequence[Table], plots: Mapping
         "Most bytes that the caches held, K/V and gradient accumulators. *psrl_half* is psrl with a budget "
         "(`psrl.kv_cache_bytes`) of half of what the lesser of `paged` and `radix` takes, where others hold that "
         "much: it keeps to it in waves, else by moving layers to host memory and back, or by computing prefixes again, "
-        "whichever costs less. The shares are psrl's and psrl_half's.\n",
+        "whichever costs less. The shares are psrl's and psrl_half's. What psrl keeps of attention between the passes "
+        "of an update comes on top of its bytes of K/V, but not of psrl_half's: a budget holds both.\n",
         by_name["cache"].markdown(), "",
         "Where a step's time goes:\n", by_name["phases"].markdown(), "",
         "## K/V bytes\n",

@@ -20,6 +20,8 @@ from psrl.systems import SYSTEMS, UNSHARED, System, paged
 
 BLOCK_SIZES = (16, 64, 256)
 WAVES = "psrl in waves"
+_NO_CURVE = (UNSHARED, "psrl", HALF, "no_kept_attention")
+"""Has no K/V, comes anyway, depends on others, or has psrl's K/V."""
 _SHARES = (0.75, 0.5, 0.35, 0.25, 0.15, 0.1)
 """Of psrl's peak: budgets that are tried until one is too small."""
 _POINTS = 200
@@ -41,7 +43,7 @@ def half_budget(
 
 def byte_curves(samples: Sequence[ReplaySample], model: ShapedModel, max_tokens: int) -> dict[str, dict[str, Any]]:
     """Of every system that keeps K/V, and of psrl with blocks of other sizes: bytes over the update's FLOPs."""
-    systems = [SYSTEMS[name] for name in dict.fromkeys((*COMPARED, *ABLATIONS)) if name not in (UNSHARED, "psrl", HALF)]
+    systems = [SYSTEMS[name] for name in dict.fromkeys((*COMPARED, *ABLATIONS)) if name not in _NO_CURVE]
     blocks = [paged(f"blocks of {size}", "", size, keeps=False, stores_leaves=False) for size in BLOCK_SIZES]
     curves = {
         system.name: _curve(system, samples, model, max_tokens, None) for system in (SYSTEMS["psrl"], *systems, *blocks)

@@ -100,8 +100,9 @@ def _cache(cases: Sequence[Mapping[str, Any]]) -> Table:
         shares = [f"{peaks[name] / min(others):.0%}" if others else "" for name in ("psrl", HALF) if name in peaks]
         half = case["systems"].get(HALF, {"kv_bytes_moved": 0, "recomputed_tokens": 0})
         extra = (half["kv_bytes_moved"] / 2**20, half["recomputed_tokens"])
-        rows.append((_case(case), *(peak / 2**20 for peak in peaks.values()), ", ".join(shares), *extra))
-    names = (*(f"{name}, MiB" for name in caching), "psrl's share of the least")
+        kept = case["systems"]["psrl"]["attention_bytes"] / 2**20 if "psrl" in peaks else 0.0
+        rows.append((_case(case), *(peak / 2**20 for peak in peaks.values()), ", ".join(shares), kept, *extra))
+    names = (*(f"{name}, MiB" for name in caching), "psrl's share of the least", "attention kept by psrl, MiB")
     return Table("cache", ("case", *names, f"{HALF} moved, MiB", "computed again"), rows)
 
 
