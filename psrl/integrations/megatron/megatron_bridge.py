@@ -135,8 +135,10 @@ def value_head_in_the_dtype_of_the_model() -> None:
         def add(chunks: list[nn.Module]) -> list[nn.Module]:
             chunks = add_head(chunks) or chunks
             for chunk in chunks:
-                if isinstance(head := getattr(chunk, "output_layer", None), module.LinearForLastLayer):
-                    head.to(chunk.config.params_dtype)
+                head: Any = getattr(chunk, "output_layer", None)
+                config: Any = chunk.config
+                if isinstance(head, module.LinearForLastLayer):
+                    head.to(config.params_dtype)
             return chunks
 
         return add

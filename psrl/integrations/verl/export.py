@@ -88,7 +88,8 @@ class _GradientsOf:
 
 def _grad_of(param: Any, whole_grads: dict[torch.nn.Parameter, torch.Tensor]) -> torch.Tensor:
     """In the shape of ``param``, and split over ranks as it is."""
-    grad: Any = whole_grads.get(param, param.main_grad).view_as(param)
+    whole: Any = whole_grads.get(param, param.main_grad)
+    grad: Any = whole.view_as(param)
     for attribute in _PARAM_ATTRIBUTES:
         if hasattr(param, attribute):
             setattr(grad, attribute, getattr(param, attribute))
