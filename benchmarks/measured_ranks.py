@@ -170,8 +170,8 @@ class _Rank:
 
     def _worker(self, side: str) -> Any:
         from psrl.config import PSRLConfig
-        from psrl.integrations.verl.actor_loss import make_actor_loss
-        from psrl.integrations.verl.worker import build_training_worker
+        from psrl.integrations.verl.local.actor_loss import make_actor_loss
+        from psrl.integrations.verl.local.worker import build_training_worker
 
         if side not in self._workers:
             worker = build_training_worker(
@@ -190,7 +190,7 @@ class _Rank:
         import numpy as np
         import torch
 
-        from psrl.integrations.verl.replay_batch import ReplayBatch
+        from psrl.integrations.verl.local.replay_batch import ReplayBatch
 
         worker = self._worker(case.side)
         data_rank = worker.engine.get_data_parallel_rank()
@@ -299,7 +299,7 @@ def main(folder: Path) -> None:
     import torch
 
     from psrl.integrations.verl import platform
-    from psrl.integrations.verl.worker import init_local_rank
+    from psrl.integrations.verl.local.worker import init_local_rank
 
     platform.install()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

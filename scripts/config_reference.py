@@ -132,7 +132,7 @@ def job_settings() -> Iterator[tuple[str, list[Setting]]]:
     """Sections of the ``psrl`` group: title and settings."""
     kinds = {
         **attributes(REPOSITORY / "psrl" / "config.py", "PSRLConfig"),
-        **attributes(REPOSITORY / "psrl" / "integrations" / "verl" / "train_config.py", "OrchestratorConfig"),
+        **attributes(REPOSITORY / "psrl" / "integrations" / "verl" / "job" / "config.py", "OrchestratorConfig"),
     }
     title, settings, comment = "", list[Setting](), list[str]()
     for line in _job_parts()[0]:

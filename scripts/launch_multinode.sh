@@ -143,7 +143,7 @@ run_ray() {
     export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # drains Ray Serve, which no job has
     trap end_started EXIT
     # Waits for this script's end, whatever ends it, then for what it started, of which Ray's agents stay longest.
-    exec 4> >(exec setsid "$bin/python" -I -S "$repo/psrl/integrations/verl/reaper.py" $$ 10)
+    exec 4> >(exec setsid "$bin/python" -I -S "$repo/psrl/integrations/verl/job/reaper.py" $$ 10)
     trap 'exit 130' INT
     trap 'exit 143' TERM
     if [[ "$node_rank" != 0 ]]; then

@@ -43,7 +43,7 @@ def train(
 
     Example: psrl train --config-name cpu_quickstart trainer.total_training_steps=1
     """
-    from psrl.integrations.verl.train_job import run_job  # veRL and Ray take seconds to import
+    from psrl.integrations.verl.job.launch import run_job  # veRL and Ray take seconds to import
 
     try:
         run_job(config_name, config_dir, overrides or [], dry_run=dry_run, check_weights=check_weights)

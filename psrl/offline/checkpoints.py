@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from psrl.errors import InputError
-from psrl.integrations.verl.durable_checkpoint import (
+from psrl.integrations.verl.trainer.durable_checkpoint import (
     begin,
     find_latest,
     prune,

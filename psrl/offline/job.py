@@ -175,7 +175,7 @@ class _Job:
         """Write the trained model. Gathering the weights is collective, writing is rank 0's."""
         if self._options.out is None:
             return
-        from psrl.integrations.verl.supervised import model_weights
+        from psrl.integrations.verl.local.supervised import model_weights
 
         weights = dict(model_weights(trainer.worker))
         if self._processes.rank == 0:

@@ -16,8 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from psrl.errors import ConfigError, RankError
 from psrl.integrations.verl import platform
-from psrl.integrations.verl.rank_watch import RankWatch
-from psrl.integrations.verl.worker import group_backend, init_single_process
+from psrl.integrations.verl.job.rank_watch import RankWatch
+from psrl.integrations.verl.local.worker import group_backend, init_single_process
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

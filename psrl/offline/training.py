@@ -16,11 +16,11 @@ import torch
 
 from psrl.config import PSRLConfig
 from psrl.data import ReplaySample
-from psrl.integrations.verl.actor_loss import make_actor_loss
-from psrl.integrations.verl.metrics import mini_batch_metrics
-from psrl.integrations.verl.replay_batch import ReplayBatch
-from psrl.integrations.verl.supervised import supervised_batch, supervised_loss
-from psrl.integrations.verl.worker import build_training_worker
+from psrl.integrations.verl.local.actor_loss import make_actor_loss
+from psrl.integrations.verl.local.metrics import mini_batch_metrics
+from psrl.integrations.verl.local.replay_batch import ReplayBatch
+from psrl.integrations.verl.local.supervised import supervised_batch, supervised_loss
+from psrl.integrations.verl.local.worker import build_training_worker
 from psrl.offline.options import OfflineOptions
 from psrl.offline.processes import share_outputs
 from psrl.offline.schedule import BatchRows, StepRows

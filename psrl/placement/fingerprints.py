@@ -89,7 +89,7 @@ def segments_from_fingerprints(
     if missing:
         raise ConfigError(
             f"psrl.grouping=fingerprints: row {missing[0]} ({len(missing)} of {len(row_keys)}) has no tag {TAG}. The "
-            "agent-loop worker of psrl.integrations.verl.agent_worker.PSRLAgentLoopManager writes it: set "
+            "agent-loop worker of psrl.integrations.verl.trainer.agent_worker.PSRLAgentLoopManager writes it: set "
             "actor_rollout_ref.rollout.agent.agent_loop_manager_class to that class or a subclass, or psrl.grouping to "
             "uid, session or tokens"
         )

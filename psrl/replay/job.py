@@ -196,7 +196,7 @@ def prepare_model(
 
 
 def _compare(options: ReplayOptions, runner: PhaseRunner, progress: Progress) -> list[Difference]:
-    from psrl.integrations.verl.actor_loss import depends_on_micro_batches
+    from psrl.integrations.verl.local.actor_loss import depends_on_micro_batches
     from psrl.replay.compare import TOLERANCES, compare_sides
     from psrl.replay.phases import UPDATE
     from psrl.replay.side import UNSHARED

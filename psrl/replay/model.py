@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from psrl.errors import InputError, UnsupportedError
-from psrl.integrations.verl.support import check_model
+from psrl.integrations.verl.engine.support import check_model
 from psrl.models import NAMED_MODELS
 from psrl.models.stacked_experts import one_by_one
 from psrl.replay.checkpoint import INDEX

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from psrl.data import ReplaySample
 from psrl.errors import InputError, LossError, MemoryBudgetError
-from psrl.integrations.verl.metrics import mini_batch_metrics
-from psrl.integrations.verl.replay_batch import ReplayBatch
+from psrl.integrations.verl.local.metrics import mini_batch_metrics
+from psrl.integrations.verl.local.replay_batch import ReplayBatch
 from psrl.replay.clock import Seconds, now
 from psrl.replay.options import ReplayOptions
 from psrl.replay.progress import Progress

@@ -145,7 +145,7 @@ def _serve(ranks: Ranks, store: str, pipe: Connection, function: Callable[..., i
         with quiet_upstream():
             import torch.distributed as dist
 
-            from psrl.integrations.verl.worker import init_local_rank
+            from psrl.integrations.verl.local.worker import init_local_rank
 
         init_local_rank(ranks.rank, ranks.size, store)
         answer = ("done", function(*args, ranks))

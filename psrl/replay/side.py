@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from psrl.config import PSRLConfig
-from psrl.integrations.verl.actor_loss import make_actor_loss
-from psrl.integrations.verl.export import full_grads
-from psrl.integrations.verl.worker import build_training_worker
+from psrl.integrations.verl.engine.export import full_grads
+from psrl.integrations.verl.local.actor_loss import make_actor_loss
+from psrl.integrations.verl.local.worker import build_training_worker
 from psrl.replay.clock import PeakMemory, Seconds, now
 from psrl.replay.model import ReplayModel
 from psrl.replay.options import ReplayOptions

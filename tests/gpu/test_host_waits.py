@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from psrl.config import PSRLConfig
-from psrl.integrations.verl import mini_batch
+from psrl.integrations.verl.engine import mini_batch
 from tests.helpers import make_checkpoint, make_worker
 from tests.helpers.engines import run_inference
 from tests.helpers.forests import step_rows, tree_rows

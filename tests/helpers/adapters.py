@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from verl.utils.megatron_utils import unwrap_model
 
-from psrl.integrations.verl.export import whole_grads
+from psrl.integrations.verl.engine.export import whole_grads
 
 
 def fill_adapters(engine: Any) -> None:

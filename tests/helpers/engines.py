@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from verl.workers.engine_workers import TrainingWorker
 
-from psrl.integrations.verl.export import full_grads
+from psrl.integrations.verl.engine.export import full_grads
 from tests.helpers.batches import Row, batch_tensordict
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from psrl.cache import KVCache
-from psrl.integrations.verl import mini_batch
+from psrl.integrations.verl.engine import mini_batch
 from psrl.runtime.attention import PathAccess
 from psrl.runtime.path_tables import PathTables
 from psrl.types import ExecutionPlan

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from psrl.integrations.verl.reaper import descendants, list_processes
+from psrl.integrations.verl.job.reaper import descendants, list_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_SECONDS = 900

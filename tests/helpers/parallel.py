@@ -154,7 +154,7 @@ def rank_worker(job: Job, layout: Layout, engine: dict[str, Any]) -> Any:
     from megatron.core import parallel_state as mpu
 
     from psrl.config import PSRLConfig
-    from psrl.integrations.verl.worker import build_training_worker
+    from psrl.integrations.verl.local.worker import build_training_worker
     from tests.helpers.adapters import fill_adapters
     from tests.helpers.megatron_bridge import import_megatron_bridge
     from tests.helpers.workers import ppo_loss_fn
@@ -211,7 +211,7 @@ def rank_batch(job: Job, rows: Sequence[Row], budget: int) -> Any:
 
 
 def _update(worker: Any, job: Job, rows: Sequence[Row], budget: int, result: RankResult, key: int | None = None):
-    from psrl.integrations.verl.export import full_grads
+    from psrl.integrations.verl.engine.export import full_grads
     from tests.helpers.adapters import adapter_grads
 
     engine, key = worker.engine, budget if key is None else key

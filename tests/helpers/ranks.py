@@ -23,7 +23,7 @@ from typing import Any
 
 GRACE_SECONDS = 3.0
 """What the other ranks get to finish or fail by themselves when one has failed."""
-PRELOAD = ["tests.helpers.parallel", "tests.helpers", "psrl.integrations.verl.worker"]
+PRELOAD = ["tests.helpers.parallel", "tests.helpers", "psrl.integrations.verl.local.worker"]
 START_SECONDS = 900.0
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from psrl.integrations.verl.gloo_weights import GlooWeights
+from psrl.integrations.verl.trainer.gloo_weights import GlooWeights
 
 
 def stream(version: int) -> Iterator[tuple[str, Tensor]]:

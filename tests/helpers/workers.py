@@ -11,7 +11,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from psrl.config import PSRLConfig
-from psrl.integrations.verl.worker import build_training_worker
+from psrl.integrations.verl.local.worker import build_training_worker
 
 
 def make_worker(

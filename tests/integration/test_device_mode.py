@@ -17,7 +17,7 @@ from psrl.integrations.megatron import cpu_device, cpu_experts, float64
 from psrl.integrations.megatron.hooks import HookSet
 from psrl.integrations.megatron.local_spec import LocalLayerProvider, PackedCoreAttention, RMSNorm, rms_norm
 from psrl.integrations.verl import compat, platform
-from psrl.integrations.verl.engine_config import PSRLEngineConfig
+from psrl.integrations.verl.engine.config import PSRLEngineConfig
 
 HOOKS = [hook for module in (cpu_device, cpu_experts, float64, compat, platform) for hook in module.HOOKS.hooks]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the device mode is off where there is a GPU")

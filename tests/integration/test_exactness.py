@@ -375,7 +375,7 @@ def test_supervised_loss(checkpoint, worker):
         with engine.train_mode():
             engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(data, loss_fn, forward_only=False)
-            from psrl.integrations.verl.export import full_grads
+            from psrl.integrations.verl.engine.export import full_grads
 
             assert max(relative_errors(full_grads(engine), truth.grads).values()) <= 2e-6
         assert float(sum(output["loss"])) == pytest.approx(truth.loss, rel=2e-6)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from psrl.integrations.verl.durable_checkpoint import find_latest
+from psrl.integrations.verl.trainer.durable_checkpoint import find_latest
 from tests.helpers.jobs import REPOSITORY, Job, assert_gone, make_assets, start_training
 
 pytest.importorskip("textworld")
@@ -202,7 +202,7 @@ def test_a_worker_without_the_plugin_fails_at_once(tmp_path):
     code = """
 import ray
 import verl
-from psrl.integrations.verl.trainer_workers import PSRLActorRolloutRefWorker as Worker
+from psrl.integrations.verl.trainer.workers import PSRLActorRolloutRefWorker as Worker
 ray.init(num_cpus=4, include_dashboard=False)
 unset = {"env_vars": {"VERL_USE_EXTERNAL_MODULES": ""}}
 worker = ray.remote(Worker).options(runtime_env=unset).remote(config=None, role="actor")

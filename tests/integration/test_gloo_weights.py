@@ -7,7 +7,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
 from psrl.errors import RolloutError
-from psrl.integrations.verl.gloo_weights import GlooWeights
+from psrl.integrations.verl.trainer.gloo_weights import GlooWeights
 from tests.helpers.ranks import RankPool
 from tests.helpers.weights import exchange, stream
 

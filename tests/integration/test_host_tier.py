@@ -14,7 +14,7 @@ from psrl.config import PSRLConfig
 from psrl.errors import MemoryBudgetError, OutOfMemoryError
 from psrl.integrations.megatron import core_attention
 from psrl.integrations.megatron.host_tier import repeated_layers
-from psrl.integrations.verl.batch_plans import SampleTree
+from psrl.integrations.verl.engine.batch_plans import SampleTree
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import FORESTS, step_rows, tree_rows

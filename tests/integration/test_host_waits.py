@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psrl.config import PSRLConfig
-from psrl.integrations.verl import mini_batch
+from psrl.integrations.verl.engine import mini_batch
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import step_rows, tree_rows

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from psrl.config import PSRLConfig
 from psrl.errors import UnsupportedError
-from psrl.integrations.verl.export import full_grads
+from psrl.integrations.verl.engine.export import full_grads
 from tests.helpers import batch_tensordict, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import at_targets
 from tests.helpers.forests import tree_rows

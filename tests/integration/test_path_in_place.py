@@ -4,7 +4,7 @@ import pytest
 
 from psrl.config import PSRLConfig
 from psrl.errors import PlanError
-from psrl.integrations.verl.observability import EngineProbe
+from psrl.integrations.verl.engine.observability import EngineProbe
 from psrl.runtime.attention import path_access
 from tests.helpers import make_checkpoint, make_worker
 from tests.unit.test_triton_attention import run_in_interpreter

@@ -9,8 +9,8 @@ from verl.utils import tensordict_utils as tu
 
 from psrl.config import PSRLConfig
 from psrl.errors import InputError
-from psrl.integrations.verl import batch_plans, mini_batch
-from psrl.integrations.verl.batch_plans import LastForward, planned_ahead, training
+from psrl.integrations.verl.engine import batch_plans, mini_batch
+from psrl.integrations.verl.engine.batch_plans import LastForward, planned_ahead, training
 from psrl.replay.side import observed
 from tests.helpers import Row, batch_tensordict, make_checkpoint, make_worker, ppo_loss_fn
 from tests.helpers.forests import step_rows, tree_rows

@@ -34,7 +34,7 @@ print(EngineRegistry.get_engine_cls("value_model", "psrl").__name__)
 from types import SimpleNamespace
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.workers.engine_workers import TrainingWorker
-from psrl.integrations.verl.trainer_workers import PSRLActorRolloutRefWorker, PSRLTrainingWorker, _ObservedWorkerMixin
+from psrl.integrations.verl.trainer.workers import PSRLActorRolloutRefWorker, PSRLTrainingWorker, _ObservedWorkerMixin
 for name in ("train_mini_batch", "infer_batch"):
     ours, theirs = (getattr(getattr(worker, name), MAGIC_ATTR) for worker in (PSRLTrainingWorker, TrainingWorker))
     print(name, ours["blocking"] == theirs["blocking"], len(ours["dispatch_mode"]), len(theirs["dispatch_mode"]))
@@ -70,7 +70,7 @@ import psrl.rollout.server
 from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 print("before", get_device_name(), ("hf", "async") in _ROLLOUT_REGISTRY,
-      sorted({"megatron.core", "mbridge", "psrl.integrations.verl.engine"} & set(sys.modules)))
+      sorted({"megatron.core", "mbridge", "psrl.integrations.verl.engine.sharing"} & set(sys.modules)))
 from verl.workers.engine import EngineRegistry
 print("after", EngineRegistry.get_engine_cls("language_model", "psrl").__name__)
 """
@@ -81,7 +81,7 @@ print("after", EngineRegistry.get_engine_cls("language_model", "psrl").__name__)
 
 
 def test_a_worker_without_the_plugin_fails_with_the_reason():
-    done = run("import psrl.integrations.verl.trainer_workers", VERL_PLATFORM="cpu")
+    done = run("import psrl.integrations.verl.trainer.workers", VERL_PLATFORM="cpu")
     assert done.returncode != 0
     assert "VERL_USE_EXTERNAL_MODULES='' in process" in done.stderr
     assert f"Set it to {PLUGIN} in every process" in done.stderr

@@ -10,8 +10,8 @@ from verl.workers.config.engine import EngineRouterReplayConfig
 
 from psrl.config import PSRLConfig
 from psrl.errors import InputError
-from psrl.integrations.verl.batch import samples_from_tensordict
-from psrl.integrations.verl.routes import replayed_routes, take_routes
+from psrl.integrations.verl.engine.batch import samples_from_tensordict
+from psrl.integrations.verl.engine.routes import replayed_routes, take_routes
 from tests.helpers import batch_tensordict, make_checkpoint, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import run_update
 from tests.helpers.forests import FORESTS, degenerate_rows, step_rows, tree_rows

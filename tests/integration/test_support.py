@@ -18,8 +18,8 @@ from verl.workers.config.engine import EngineRouterReplayConfig
 
 from psrl.config import PSRLConfig
 from psrl.errors import UnsupportedError
-from psrl.integrations.verl.engine_config import PSRLEngineConfig
-from psrl.integrations.verl.support import check_model, check_supported
+from psrl.integrations.verl.engine.config import PSRLEngineConfig
+from psrl.integrations.verl.engine.support import check_model, check_supported
 
 
 def transformer(**options) -> TransformerConfig:

@@ -6,7 +6,7 @@ import pytest
 
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.verl.engine_config import PSRLEngineConfig
+from psrl.integrations.verl.engine.config import PSRLEngineConfig
 from psrl.systems import SYSTEMS
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import run_inference, run_update

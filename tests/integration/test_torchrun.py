@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from psrl.cli.offline import offline
 from psrl.cli.root import command_line
-from psrl.integrations.verl.durable_checkpoint import MANIFEST, TRACKER
+from psrl.integrations.verl.trainer.durable_checkpoint import MANIFEST, TRACKER
 from tests.helpers.jobs import REPOSITORY, free_port
 
 SCRIPT = REPOSITORY / "scripts" / "train_torchrun.py"

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from psrl.cli.main import app
-from psrl.integrations.verl import train_job
+from psrl.integrations.verl.job import launch
 from psrl.models.tiny_chat import make_tiny_chat
 
 
@@ -19,7 +19,7 @@ def test_weights_that_do_not_fit_are_found_before_ray_starts(tmp_path, monkeypat
     (tmp_path / "data").mkdir()
     for name in ("train", "val"):
         (tmp_path / "data" / f"{name}.parquet").touch()
-    monkeypatch.setattr(train_job, "_run", lambda config: pytest.fail("the job was started"))
+    monkeypatch.setattr(launch, "_run", lambda config: pytest.fail("the job was started"))
     with mock.patch.dict(os.environ):  # the job sets variables in this process
         result = CliRunner().invoke(app, ["train", "--config-name", "cpu_quickstart", f"job_dir={tmp_path}"])
     assert result.exit_code == 2

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils import tensordict_utils as tu
 
-from psrl.integrations.verl.export import full_grads
+from psrl.integrations.verl.engine.export import full_grads
 from tests.helpers import (
     Row,
     batch_tensordict,

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from psrl.cli.main import app
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError, PSRLError
-from psrl.integrations.verl import train_job
-from psrl.integrations.verl.joined_cluster import fit_to_cluster
-from psrl.integrations.verl.train_config import OrchestratorConfig, split_settings, validate_job
-from psrl.integrations.verl.train_job import check_files, compose_job, find_config_dir, job_environment
+from psrl.integrations.verl.job import launch
+from psrl.integrations.verl.job.config import OrchestratorConfig, split_settings, validate_job
+from psrl.integrations.verl.job.joined_cluster import fit_to_cluster
+from psrl.integrations.verl.job.launch import check_files, compose_job, find_config_dir, job_environment
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "agents")
@@ -319,7 +319,7 @@ def test_the_command_line_names_the_mistake_before_ray_starts(override, message,
         monkeypatch.setenv(name, os.environ.get(name, ""))  # the job sets them in this process
         if not os.environ[name]:
             monkeypatch.delenv(name)
-    monkeypatch.setattr(train_job, "_run", lambda config: pytest.fail("the job was started"))
+    monkeypatch.setattr(launch, "_run", lambda config: pytest.fail("the job was started"))
     result = CliRunner().invoke(
         app, ["train", "--config-name", "cpu_quickstart", "--config-dir", str(CONFIGS), override]
     )

@@ -16,7 +16,7 @@ import pytest
 from psrl.agents.env.base import ENVIRONMENTS
 from psrl.agents.parameters import AgentParameters
 from psrl.config import PSRLConfig
-from psrl.integrations.verl.train_config import OrchestratorConfig
+from psrl.integrations.verl.job.config import OrchestratorConfig
 from psrl.rollout.settings import HFEngineSettings
 from tests.helpers.pages import PAGES, REPOSITORY, anchors, code_spans, links, name_of, render
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from psrl.errors import ConfigError, InputError
-from psrl.integrations.verl.durable_checkpoint import (
+from psrl.integrations.verl.trainer.durable_checkpoint import (
     MANIFEST,
     TRACKER,
     Found,

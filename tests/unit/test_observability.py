@@ -2,7 +2,7 @@
 
 import pytest
 
-from psrl.integrations.verl.observability import (
+from psrl.integrations.verl.engine.observability import (
     PassRecord,
     headline_metrics,
     phase_metrics,

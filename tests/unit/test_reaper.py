@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from psrl.integrations.verl.reaper import descendants, list_processes
+from psrl.integrations.verl.job.reaper import descendants, list_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRIVER = """
 import fcntl, subprocess, sys, termios, time
-from psrl.integrations.verl.reaper import reap_after_this_process
+from psrl.integrations.verl.job.reaper import reap_after_this_process
 sleeper = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
 sleeper += "print(p.pid, flush=True); time.sleep(600)"
 earlier = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

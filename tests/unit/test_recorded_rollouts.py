@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from psrl.errors import ConfigError, InputError
-from psrl.integrations.verl.recorded_rollouts import RolloutStore, StepRows, read_step, write_step
-from psrl.integrations.verl.train_config import OrchestratorConfig
+from psrl.integrations.verl.job.config import OrchestratorConfig
+from psrl.integrations.verl.trainer.recorded_rollouts import RolloutStore, StepRows, read_step, write_step
 
 SETTINGS = {"data.train_batch_size": 2, "actor_rollout_ref.rollout.n": 1}
 

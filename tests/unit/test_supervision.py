@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from ray.core.generated import common_pb2 as messages
 
-from psrl.integrations.verl.supervision import Actor, _actor, first_death
+from psrl.integrations.verl.job.supervision import Actor, _actor, first_death
 
 common_pb2: Any = messages  # its classes are made when it is imported
 REASONS = common_pb2.ActorDiedErrorContext.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_name

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from psrl.errors import InputError
-from psrl.integrations.verl.trainer_advantage import group_advantages, row_groups, row_returns
+from psrl.integrations.verl.trainer.advantage import group_advantages, row_groups, row_returns
 from psrl.placement.cells import RowKey
 
 KEYS = [RowKey("a", "0", 0), RowKey("a", "0", 1), RowKey("a", "1", 0), RowKey("a", "1", 1), RowKey("b", "0", 0)]

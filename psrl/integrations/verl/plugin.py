@@ -16,7 +16,7 @@ from collections.abc import Callable
 from psrl.errors import ConfigError, UnsupportedError
 from psrl.integrations.verl import compat, platform
 from psrl.integrations.verl.after_import import after_import
-from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE
+from psrl.integrations.verl.job.config import PLUGIN, PLUGIN_VARIABLE
 
 
 def require() -> None:
@@ -40,10 +40,10 @@ def _load() -> None:
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         platform.choose()
         after_import("verl.workers.engine_workers", lambda: _reported(platform.install))
-    after_import("verl.workers.engine", lambda: _register("psrl.integrations.verl.engine"))
+    after_import("verl.workers.engine", lambda: _register("psrl.integrations.verl.engine.sharing"))
     # The trainers need TransferQueue, which veRL itself imports only where a trainer or an agent loop runs.
-    after_import("verl.trainer.ppo.v1", lambda: _register("psrl.integrations.verl.trainer"))
-    after_import("verl.checkpoint_engine", lambda: _register("psrl.integrations.verl.gloo_weights"))
+    after_import("verl.trainer.ppo.v1", lambda: _register("psrl.integrations.verl.trainer.trainers"))
+    after_import("verl.checkpoint_engine", lambda: _register("psrl.integrations.verl.trainer.gloo_weights"))
     # Above this layer, and optional: found by name.
     if importlib.util.find_spec("psrl.rollout") is not None:
         after_import("verl.workers.rollout", lambda: _reported(importlib.import_module("psrl.rollout").register))

@@ -11,7 +11,7 @@ import torch
 from psrl.integrations.megatron import cpu_device, float64, megatron_bridge
 from psrl.integrations.megatron.local_spec import layer_specs, uses_transformer_engine
 from psrl.integrations.verl import compat, platform
-from psrl.integrations.verl.value_head import allow_missing_head
+from psrl.integrations.verl.engine.value_head import allow_missing_head
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine as _Engine

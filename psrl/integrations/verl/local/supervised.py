@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
 
 from psrl.data.samples import ReplaySample
-from psrl.integrations.verl.metrics import mini_batch_metrics
+from psrl.integrations.verl.local.metrics import mini_batch_metrics
 
 
 def supervised_loss() -> Callable[..., tuple[Tensor, dict[str, Any]]]:

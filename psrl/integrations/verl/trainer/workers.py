@@ -18,9 +18,9 @@ from verl.experimental.separation.engine_workers import DetachActorWorker  # noq
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  # noqa: E402
 
-from psrl.integrations.verl.batch_plans import LastForward  # noqa: E402
-from psrl.integrations.verl.observability import EngineProbe, PassRecord  # noqa: E402
-from psrl.integrations.verl.planning_worker import PlanningWorker  # noqa: E402
+from psrl.integrations.verl.engine.batch_plans import LastForward  # noqa: E402
+from psrl.integrations.verl.engine.observability import EngineProbe, PassRecord  # noqa: E402
+from psrl.integrations.verl.trainer.planning_worker import PlanningWorker  # noqa: E402
 
 # An enumeration that veRL fills at run time.
 _ONE_TO_ALL: Any = getattr(Dispatch, "ONE_TO_ALL")  # noqa: B009

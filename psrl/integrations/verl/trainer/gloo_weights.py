@@ -29,7 +29,7 @@ from verl.checkpoint_engine.base import (
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from psrl.errors import RolloutError
-from psrl.integrations.verl.rollout_checks import GLOO_WEIGHTS
+from psrl.integrations.verl.job.rollout_checks import GLOO_WEIGHTS
 
 TIMEOUT = timedelta(minutes=30)
 """For all to meet, and for a bucket to pass; a process that dies ends the job before that (``supervision``)."""

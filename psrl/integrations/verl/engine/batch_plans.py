@@ -18,8 +18,8 @@ import numpy as np
 from tensordict import TensorDict
 
 from psrl.cost import KVFootprint, ModelShape
-from psrl.integrations.verl.batch import samples_from_tensordict
-from psrl.integrations.verl.routes import replayed_routes, take_routes
+from psrl.integrations.verl.engine.batch import samples_from_tensordict
+from psrl.integrations.verl.engine.routes import replayed_routes, take_routes
 from psrl.planner import build_plan
 from psrl.routes import share_last_tokens, with_routes
 from psrl.systems import System
@@ -30,7 +30,7 @@ from psrl.types import ExecutionPlan, SampleBatch
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from psrl.integrations.verl.engine import PrefixSharingMixin
+    from psrl.integrations.verl.engine.sharing import PrefixSharingMixin
 
 _TRAINING: ContextVar[PrefixSharingMixin | None] = ContextVar("psrl_training_engine", default=None)
 _THREAD = "psrl-plan"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from psrl.errors import ConfigError, UnsupportedError
-from psrl.integrations.verl.support import (
+from psrl.integrations.verl.engine.support import (
     EXPERT_MODELS,
     Refusal,
     check_model,

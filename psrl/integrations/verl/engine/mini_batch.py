@@ -19,10 +19,10 @@ from verl.workers.engine.utils import postprocess_batch_func
 from psrl.cache import CacheBytes
 from psrl.integrations.megatron.passes import replica_groups, run_plan, shared_plan_group
 from psrl.integrations.megatron.router_options import expert_layer_numbers
-from psrl.integrations.verl.batch import RowSelector
-from psrl.integrations.verl.batch_plans import BatchPlans
-from psrl.integrations.verl.loss_scope import log_extra_forward, resolve_loss_scope
-from psrl.integrations.verl.routes import FIELD, sample_experts
+from psrl.integrations.verl.engine.batch import RowSelector
+from psrl.integrations.verl.engine.batch_plans import BatchPlans
+from psrl.integrations.verl.engine.loss_scope import log_extra_forward, resolve_loss_scope
+from psrl.integrations.verl.engine.routes import FIELD, sample_experts
 from psrl.routes import unique_experts
 from psrl.runtime.loss import LossLedger
 from psrl.runtime.routes import TokenRoutes
@@ -31,7 +31,7 @@ from psrl.runtime.session import BoundMicroBatch, RouterSamples
 from psrl.types import ExecutionPlan, IntArray, PlanStats
 
 if TYPE_CHECKING:
-    from psrl.integrations.verl.engine import PrefixSharingMixin
+    from psrl.integrations.verl.engine.sharing import PrefixSharingMixin
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 

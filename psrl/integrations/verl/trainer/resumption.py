@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
-from psrl.integrations.verl.durable_checkpoint import (
+from psrl.integrations.verl.trainer.durable_checkpoint import (
     begin,
     prune,
     publish,

@@ -15,8 +15,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from psrl.errors import PSRLError
-from psrl.integrations.verl.train_config import validate_job
-from psrl.integrations.verl.train_job import CONFIG_DIR_VARIABLE, check_files, holds_configs, hydra_errors
+from psrl.integrations.verl.job.config import validate_job
+from psrl.integrations.verl.job.launch import CONFIG_DIR_VARIABLE, check_files, holds_configs, hydra_errors
 
 EXIT_REFUSED = 2
 """As ``psrl train`` has it."""

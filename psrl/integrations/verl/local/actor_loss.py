@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from psrl.integrations.verl.loss_scope import SEPARABLE_LOSS_MODES, divides_by_padded_width
+from psrl.integrations.verl.engine.loss_scope import SEPARABLE_LOSS_MODES, divides_by_padded_width
 
 DRO_BETA = 1.0
 """Weight of dro's quadratic penalty, which has no default upstream."""

@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from psrl.errors import ConfigError, PSRLError
-from psrl.integrations.verl.durable_checkpoint import find_latest
-from psrl.integrations.verl.joined_cluster import fit_to_cluster
-from psrl.integrations.verl.reaper import reap_after_this_process
-from psrl.integrations.verl.train_config import PLUGIN, PLUGIN_VARIABLE, job_settings, plain, validate_job
+from psrl.integrations.verl.job.config import PLUGIN, PLUGIN_VARIABLE, job_settings, plain, validate_job
+from psrl.integrations.verl.job.joined_cluster import fit_to_cluster
+from psrl.integrations.verl.job.reaper import reap_after_this_process
+from psrl.integrations.verl.trainer.durable_checkpoint import find_latest
 
 CONFIG_DIR_VARIABLE = "PSRL_CONFIG_DIR"
 """Read by the configurations, for the files beside them."""
@@ -36,7 +36,7 @@ def find_config_dir(given: Path | None) -> Path:
     Raises:
         ConfigError: there is no such folder.
     """
-    candidates = [given] if given else [Path("configs"), Path(__file__).resolve().parents[3] / "configs"]
+    candidates = [given] if given else [Path("configs"), Path(__file__).resolve().parents[4] / "configs"]
     for folder in candidates:
         if holds_configs(folder):
             return folder.resolve()
@@ -201,7 +201,7 @@ def _run(config: DictConfig) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from psrl.integrations.verl.supervision import SupervisedRunner, own_error
+    from psrl.integrations.verl.job.supervision import SupervisedRunner, own_error
 
     auto_set_device(config)
     try:

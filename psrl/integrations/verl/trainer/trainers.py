@@ -25,17 +25,17 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
 
-from psrl.integrations.verl.observability import (
+from psrl.integrations.verl.engine.observability import (
     PassRecord,
     headline_metrics,
     phase_metrics,
     step_line,
     trajectory_reward,
 )
-from psrl.integrations.verl.recorded_rollouts import RolloutStore, rollout_settings
-from psrl.integrations.verl.resumption import ResumableTrainer, row_order
-from psrl.integrations.verl.train_config import validate_job
-from psrl.integrations.verl.trainer_advantage import group_advantages, row_groups, row_returns
+from psrl.integrations.verl.job.config import validate_job
+from psrl.integrations.verl.trainer.advantage import group_advantages, row_groups, row_returns
+from psrl.integrations.verl.trainer.recorded_rollouts import RolloutStore, rollout_settings
+from psrl.integrations.verl.trainer.resumption import ResumableTrainer, row_order
 from psrl.placement.fingerprints import TAG, segments_from_fingerprints
 from psrl.placement.orchestrator import (
     Cells,
@@ -76,7 +76,7 @@ class PSRLTrainerMixin(ResumableTrainer):
         return len(batch) if self.rollouts.replays else super()._submit_batch_to_rollout(batch)
 
     def _init_resource_pool_mgr(self) -> None:
-        from psrl.integrations.verl.trainer_workers import OBSERVED
+        from psrl.integrations.verl.trainer.workers import OBSERVED
 
         super()._init_resource_pool_mgr()
         for role, remote in self.role_worker_mapping.items():

@@ -33,7 +33,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
 from psrl.errors import ConfigError, InputError
-from psrl.integrations.verl.train_config import OrchestratorConfig
+from psrl.integrations.verl.job.config import OrchestratorConfig
 
 FORMAT = 1
 _STEP, _ROWS, _TENSORS = "step.json", "rows.jsonl", "tensors.safetensors"

@@ -15,7 +15,7 @@ import transfer_queue as tq
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from psrl.integrations.verl.train_config import job_settings
+from psrl.integrations.verl.job.config import job_settings
 from psrl.placement.fingerprints import fingerprint_tags
 
 _Worker: Any = AgentLoopWorkerTQ

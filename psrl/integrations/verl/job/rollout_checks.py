@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from psrl.errors import ConfigError
-from psrl.integrations.verl.engine_checks import Get, check_count
-from psrl.integrations.verl.joined_cluster import cluster_address
+from psrl.integrations.verl.job.engine_checks import Get, check_count
+from psrl.integrations.verl.job.joined_cluster import cluster_address
 
 CPU_ROLLOUTS = ("hf",)
 ROLLOUTS = ("hf", "vllm", "sglang", "trtllm")

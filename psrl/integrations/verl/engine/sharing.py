@@ -33,12 +33,12 @@ from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import cached_values, model_shape
-from psrl.integrations.verl.batch_plans import BatchPlans, LastForward, PlanOptions
-from psrl.integrations.verl.cpu_engine import DeviceModeMixin
-from psrl.integrations.verl.engine_config import PSRLEngineConfig
-from psrl.integrations.verl.mini_batch import BatchReport, LossFunction, MiniBatchRun
-from psrl.integrations.verl.routes import FIELD
-from psrl.integrations.verl.support import check_supported
+from psrl.integrations.verl.engine.batch_plans import BatchPlans, LastForward, PlanOptions
+from psrl.integrations.verl.engine.config import PSRLEngineConfig
+from psrl.integrations.verl.engine.cpu_engine import DeviceModeMixin
+from psrl.integrations.verl.engine.mini_batch import BatchReport, LossFunction, MiniBatchRun
+from psrl.integrations.verl.engine.routes import FIELD
+from psrl.integrations.verl.engine.support import check_supported
 from psrl.runtime.attention import KEEPING_BACKENDS, PathAccess, path_access, resolve_backend
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes

@@ -11,13 +11,13 @@ import torch
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
 
-import psrl.integrations.verl.engine  # noqa: F401  registers the engines
+import psrl.integrations.verl.engine.sharing  # noqa: F401  registers the engines
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
 from psrl.integrations.verl import compat, platform
-from psrl.integrations.verl.engine_config import PSRLEngineConfig
-from psrl.integrations.verl.planning_worker import PlanningWorker
-from psrl.integrations.verl.support import check_model
+from psrl.integrations.verl.engine.config import PSRLEngineConfig
+from psrl.integrations.verl.engine.support import check_model
+from psrl.integrations.verl.trainer.planning_worker import PlanningWorker
 
 RECOMPUTE: dict[str | None, dict[str, Any]] = {
     None: {},

@@ -15,8 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from psrl.config import PSRLConfig
 from psrl.errors import ConfigError
-from psrl.integrations.verl.durable_checkpoint import check_settings
-from psrl.integrations.verl.engine_checks import (
+from psrl.integrations.verl.job.engine_checks import (
     check_bridge,
     check_count,
     check_dropout,
@@ -25,13 +24,14 @@ from psrl.integrations.verl.engine_checks import (
     check_router_replay,
     check_token_budgets,
 )
-from psrl.integrations.verl.rollout_checks import check_rollout
+from psrl.integrations.verl.job.rollout_checks import check_rollout
+from psrl.integrations.verl.trainer.durable_checkpoint import check_settings
 
 PLUGIN = "psrl.integrations.verl.plugin"
 PLUGIN_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 """What loads the plug-in where veRL is imported."""
-ENGINE_CONFIG = "psrl.integrations.verl.engine_config.PSRLEngineConfig"
-AGENT_LOOP_MANAGER = "psrl.integrations.verl.agent_worker.PSRLAgentLoopManager"
+ENGINE_CONFIG = "psrl.integrations.verl.engine.config.PSRLEngineConfig"
+AGENT_LOOP_MANAGER = "psrl.integrations.verl.trainer.agent_worker.PSRLAgentLoopManager"
 TRAINER_MODES = {
     "psrl_sync": "sync",
     "psrl_colocate_async": "colocate_async",

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.engine_workers import TrainingWorker
 
-from psrl.integrations.verl.batch_plans import forward_planned, training
+from psrl.integrations.verl.engine.batch_plans import forward_planned, training
 
 _DISPATCH: dict[str, Any] = {
     "dispatch_mode": make_nd_compute_dataproto_dispatch_fn(mesh_name="train"),

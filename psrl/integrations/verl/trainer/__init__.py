@@ -1,0 +1,1 @@
+"""The driver's trainers and the workers that they start: placement, advantages, rollouts, weights, checkpoints."""
