@@ -40,12 +40,13 @@ _DIFFERENCES = """## What differs from the paper, and why
   computes the rest of a page again, both keep every token's K/V to the end of the mini-batch. The paper's ratio to
   veRL's memory counts everything that is on a GPU; the bytes here are K/V and their gradients alone, of which veRL has
   none.
-- **Samples longer than a micro-batch that share little** are slower under psrl than under `unshared` or
-  `tree_packing`, which run each in one micro-batch of its own, however long it is. psrl keeps to `--max-tokens`: it
-  cuts such a sample and computes all but its end forward once more. What that saves is the memory of activations.
-  With `psrl.max_tokens` as long as the sample, nothing is computed twice.
-- **`radix` divides the work as psrl does**, and differs in what it keeps, so that it computes as much: a few per cent
-  between the two, either way, are what repeats of one system differ by.
+- **Samples longer than a micro-batch that share little** gain little: `unshared` and `tree_packing` run each in one
+  micro-batch of its own, however long it is, while psrl keeps to `--max-tokens`, cuts such a sample and runs all but its
+  end forward once more, without its attention. That saves the memory of activations. With `psrl.max_tokens` as long as
+  the sample nothing is computed twice.
+- **`radix` divides the work as psrl does** and computes as many tokens; it keeps K/V longer, and does not keep
+  attention's results for the spine's second forward. Where the spine is small, what is left between the two, either way,
+  is what repeats of one system differ by.
 - **K/V peak.** Pass 1 of an update runs the whole spine before pass 2 frees any of it, so without a budget psrl's peak
   is about that of its spine, whenever blocks are freed: freeing early shortens the time at the peak, and lowers the
   peak where a budget (`psrl.kv_cache_bytes`) cuts the update into waves. *psrl in waves* is the least of 75, 50, 35,
