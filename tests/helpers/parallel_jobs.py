@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ def log_probs_of_base(job: Job, layout: Layout) -> tuple[int, list[torch.Tensor]
 
 
 def save_and_resume(job: Job, layout: Layout, folder: str) -> dict[str, float]:
-    """A step, a checkpoint, a step; then the checkpoint in a fresh worker, and the step again. By name, the largest
-    difference of what is trained to before; ``moved`` is what the fresh worker had to load, at most."""
+    """A step, a checkpoint, a step; then the checkpoint in a fresh worker, and the step again. Returns the largest
+    differences of what is trained to the first time; ``moved``: of the fresh worker, before it has loaded."""
 
     def step(worker: Any) -> None:
         worker.train_mini_batch(rank_batch(job, job.shares[mpu.get_data_parallel_rank()], job.budgets[0]))
@@ -37,6 +38,7 @@ def save_and_resume(job: Job, layout: Layout, folder: str) -> dict[str, float]:
     def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
         return max((float((a - b).abs().max()) for a, b in zip(some, others, strict=True)), default=0.0)
 
+    multiprocessing.current_process().daemon = False  # Megatron-Core writes with the help of a process
     worker = rank_worker(job, layout, job.engine)
     step(worker)
     saved = trained(worker)

@@ -73,7 +73,6 @@ ADAPTERS = {
     "llama-dp-plain": ("llama", DENSE, Layout(), "step", PLAIN),
     "qwen3-vpp": ("qwen3", DENSE, Layout(pp=2, vpp=2), "degenerate", {}),
     "qwen3-tp-cp-selective": ("qwen3", DENSE, Layout(tp=2, cp=2), "tree", {"recompute": "selective"}),
-    "qwen3-last-layer-pp": ("qwen3", ["*.layers.3.*.linear_fc1"], Layout(pp=2), "tree", {}),
     "qwen3_moe-tp-ep": ("qwen3_moe", DENSE[:2], Layout(tp=2, ep=2), "tree", {}),
     "qwen3_moe-pp-ep-full": ("qwen3_moe", DENSE[:2], Layout(pp=2, ep=2), "step", {"recompute": "full"}),
 }
