@@ -10,14 +10,12 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
-from safetensors.torch import save_file
 
 _NAMES = ("transformer_engine", "transformer_engine.pytorch")
 
@@ -50,8 +48,7 @@ def _placeholders() -> dict[str, ModuleType]:
 
 def _add_peft_factories() -> None:
     """What veRL asks for by name, and releases before 0.5 have not: from a mapping to a LoRA, and the hook that applies
-    it, as 0.5.1 defines them; the export of adapters beside a checkpoint, here without its ``adapter_config.json``."""
-    from megatron.bridge import AutoBridge
+    it. As 0.5.1 defines them."""
     from megatron.bridge.peft import utils
     from megatron.bridge.peft.lora import LoRA
 
@@ -63,13 +60,6 @@ def _add_peft_factories() -> None:
         values = {**config, "dim": config["rank"], "lora_dtype": dtype}
         return LoRA(**{name: value for name, value in values.items() if name in fields})
 
-    def save_hf_adapter(self: AutoBridge, model: Any, path: str, peft: LoRA) -> None:
-        weights = {name: weight.contiguous() for name, weight in self.export_adapter_weights(model)}
-        if torch.distributed.get_rank() == 0:
-            Path(path).mkdir(parents=True)
-            save_file(weights, Path(path) / "adapter_model.safetensors")
-
-    AutoBridge.save_hf_adapter = save_hf_adapter
     utils.create_peft = create_peft
     utils.create_peft_hook = lambda peft, training=True: lambda model: peft(model, training=training)
     utils.load_peft_adapter_checkpoint = None  # imported by veRL, called with model.lora.adapter_path only

@@ -49,6 +49,12 @@ def test_models(pool, checkpoint, name):
     check(pool, layout, forest=forest, checkpoint=checkpoint(kind, tied=tied), engine={**BRIDGE, **engine})
 
 
+def test_float32(pool, checkpoint):
+    """A checkpoint in the dtype of the model, so that nothing is cast while it is loaded; a small step, as there."""
+    job = {"dtype": "float32", "budgets": (3, 1000), "lr": 1e-4}
+    check(pool, Layout(tp=2, pp=2), forest="tree", checkpoint=checkpoint(), engine=BRIDGE, **job)
+
+
 CRITICS = {
     "qwen3-tp-pp": ("qwen3", False, Layout(tp=2, pp=2)),
     "qwen3-dp-tp": ("qwen3", False, Layout(tp=2)),
@@ -105,10 +111,11 @@ def test_adapters(pool, checkpoint, name):
 
 
 RESUMED = {
+    "qwen3-dp-tp": ("qwen3", Layout(tp=2), BRIDGE, {}),
     "qwen3-tp-pp": ("qwen3", Layout(tp=2, pp=2), BRIDGE, {}),
     "qwen3_moe-tp-ep": ("qwen3_moe", Layout(tp=2, ep=2), BRIDGE, {}),
     "critic-tied": ("qwen2", Layout(tp=2, pp=2), BRIDGE, {"model_type": "value_model", "loss": (value_loss_fn, {})}),
-    "adapters": ("qwen3", Layout(tp=2, pp=2), adapted(DENSE, {}), {}),
+    "mbridge-qwen3_moe-tp-ep": ("qwen3_moe", Layout(tp=2, ep=2), {}, {}),
 }
 
 

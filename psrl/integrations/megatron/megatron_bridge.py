@@ -102,6 +102,21 @@ def parallelism_of_modules() -> None:
 
 
 @HOOKS.add(
+    cause="scatters column slices of a matrix as they lie; where no cast has copied them, gloo sends other elements",
+    upstream="megatron/bridge/models/conversion/param_mapping.py (MegatronParamMapping.scatter_to_tp_ranks)",
+    remove_when="slices are made contiguous",
+)
+def whole_slices_for_tensor_parallel_ranks() -> None:
+    mapping: Any = importlib.import_module("megatron.bridge.models.conversion.param_mapping").MegatronParamMapping
+    upstream = mapping.scatter_to_tp_ranks
+
+    def scatter(self: Any, splits: list[torch.Tensor] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return upstream(self, splits and [split.contiguous() for split in splits], *args, **kwargs)
+
+    mapping.scatter_to_tp_ranks = scatter
+
+
+@HOOKS.add(
     cause="looks for tied weights in a rank's first chunk; on the last stage of an interleaved pipeline the last chunk "
     "has them",
     upstream="megatron/bridge/models/conversion/model_bridge.py (MegatronModelBridge._broadcast_shared_embeddings)",
