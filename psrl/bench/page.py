@@ -41,11 +41,11 @@ _DIFFERENCES = """## What differs from the paper, and why
   veRL's memory counts everything that is on a GPU; the bytes here are K/V and their gradients alone, of which veRL has
   none.
 - **Samples longer than a micro-batch that share little** gain little: `unshared` and `tree_packing` run each in one
-  micro-batch of its own, however long it is, while psrl keeps to `--max-tokens`, cuts such a sample and runs all but its
+  micro-batch of its own, however long it is. psrl keeps to `--max-tokens`: it cuts such a sample and runs all but its
   end forward once more, without its attention. That saves the memory of activations. With `psrl.max_tokens` as long as
   the sample nothing is computed twice.
 - **`radix` divides the work as psrl does** and computes as many tokens; it keeps K/V longer, and does not keep
-  attention's results for the spine's second forward. Where the spine is small, what is left between the two, either way,
+  attention of the spine for its second forward. Where the spine is small, what is left between the two, either way,
   is what repeats of one system differ by.
 - **K/V peak.** Pass 1 of an update runs the whole spine before pass 2 frees any of it, so without a budget psrl's peak
   is about that of its spine, whenever blocks are freed: freeing early shortens the time at the peak, and lowers the

@@ -221,6 +221,11 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
         ("model.mtp.enable=True", model(DeepseekV3Config(), mtp=True)),
         ("model.lora_rank=8", model(lora_rank=8)),
         ("model.lora.dropout=0.1", model(lora={"rank": 8, "dropout": 0.1})),
+        ("model.lora.rank=6 .*splits it over 4 ranks.*: set a multiple of 4", model(lora={"rank": 6})),
+        (
+            r"model.lora.target_modules=\['\*.layers.3.\*.linear_qkv'\] .*layers within a pipeline stage",
+            model(lora={"rank": 8, "target_modules": ["*.layers.3.*.linear_qkv", "linear_proj"]}),
+        ),
         ("model.lora.type='dora'", model(lora={"rank": 8, "type": "dora"})),
         (
             r"model.lora.target_modules=\['linear_fc1', 'linear_fc2'\] .*TransformerEngine's grouped layers only",
@@ -236,7 +241,7 @@ def test_engine_options(option: str, config: PSRLEngineConfig):
 )
 def test_model_options(option: str, config: SimpleNamespace):
     with pytest.raises(UnsupportedError, match=option):
-        check_supported(transformer(), engine(), config)
+        check_supported(transformer(), engine(tensor_model_parallel_size=4, pipeline_model_parallel_size=2), config)
 
 
 def test_a_model_whose_biases_the_bridge_drops_is_refused():

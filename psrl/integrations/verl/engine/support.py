@@ -123,8 +123,8 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
     """
     check_model(model_config.hf_config)
     for refusals in (
-        engine_refusals(engine_config), _model(model_config), _transformer(tf_config),
-        _replay(tf_config, engine_config),
+        engine_refusals(engine_config), _model(model_config), _adapters(model_config, engine_config),
+        _transformer(tf_config), _replay(tf_config, engine_config),
     ):  # fmt: skip
         for refusal in refusals:
             raise UnsupportedError(
@@ -198,12 +198,22 @@ def _model(config: Any) -> Iterator[Refusal]:
         yield Refusal("model.mtp.enable", True, "multi-token prediction reads tokens of one sample", "set it to False")
     if config.lora_rank:
         yield Refusal("model.lora_rank", config.lora_rank, "it is FSDP's", "set model.lora.rank")
-    for option, value, reason, way_out in lora_refusals(config.lora, getattr(hf, "model_type", "")):
+
+
+def _adapters(config: Any, engine_config: Any) -> Iterator[Refusal]:
+    tensor, stages = engine_config.tensor_model_parallel_size, engine_config.pipeline_model_parallel_size
+    model_type = getattr(config.hf_config, "model_type", "")
+    for option, value, reason, way_out in lora_refusals(config.lora, model_type, tensor, stages):
         yield Refusal(f"model.{option}", value, reason, way_out)
 
 
-def lora_refusals(lora: Mapping[str, Any], model_type: str) -> Iterator[Refusal]:
-    """Options of ``model.lora`` that rule sharing out. Adapters beside projections work token by token, as these do."""
+def lora_refusals(lora: Mapping[str, Any], model_type: str, tensor: int, stages: int) -> Iterator[Refusal]:
+    """Options of ``model.lora`` that rule sharing out. Adapters beside projections work token by token, as these do.
+
+    Args:
+        model_type: "" where it is not known yet.
+        tensor, stages: sizes of tensor and pipeline parallelism.
+    """
     if not lora.get("rank", 0):
         return
     kind = lora.get("type", "lora")
@@ -211,7 +221,17 @@ def lora_refusals(lora: Mapping[str, Any], model_type: str) -> Iterator[Refusal]
         yield Refusal("lora.type", kind, "not tested", "set it to lora")
     if lora.get("dropout", 0.0):
         yield Refusal("lora.dropout", lora["dropout"], _ONE_SAMPLE, "set it to 0.0")
+    if lora["rank"] % tensor:
+        yield Refusal(
+            "lora.rank", lora["rank"], f"Megatron-Bridge splits it over {tensor} ranks", f"set a multiple of {tensor}"
+        )
     targets = lora.get("target_modules") or _LORA_TARGETS
+    of_layers = [target for target in targets if any(part.isdigit() for part in target.split("."))]
+    if stages > 1 and of_layers:
+        yield Refusal(
+            "lora.target_modules", of_layers, "Megatron-Bridge counts layers within a pipeline stage",
+            "name no layers by number",
+        )  # fmt: skip
     beyond = [target for target in targets if target.rpartition(".")[2] not in _LORA_ATTENTION]
     if model_type == "qwen3_moe" and beyond:
         yield Refusal(

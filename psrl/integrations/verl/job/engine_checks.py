@@ -71,7 +71,8 @@ def _check_adapters(get: Get, engine: str, model: str) -> None:
     if value := get(f"{model}.lora_rank"):
         raise UnsupportedError(f"{model}.lora_rank={value!r} is an option of FSDP: set {model}.lora.rank")
     lora = dict(get(f"{model}.lora") or {})
-    for refusal in lora_refusals(lora, ""):  # the workers know the model
+    tensor, stages = (get(f"{engine}.megatron.{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline"))
+    for refusal in lora_refusals(lora, "", tensor, stages):  # the workers know the model
         _refuse(model, refusal)
     if lora.get("rank", 0) and get(f"{engine}.megatron.vanilla_mbridge"):
         raise ConfigError(
