@@ -26,7 +26,8 @@ def log_probs_of_base(job: Job, layout: Layout) -> tuple[int, list[torch.Tensor]
 
 def save_and_resume(job: Job, layout: Layout, folder: str) -> dict[str, float]:
     """A step, a checkpoint, a step; then the checkpoint in a fresh worker, and the step again. Returns the largest
-    differences of what is trained to the first time; ``moved``: of the fresh worker, before it has loaded."""
+    differences of what is trained to the first time; ``moved``: of the fresh worker, before it has loaded; ``weights``:
+    with the weights of the checkpoint alone."""
 
     def step(worker: Any) -> None:
         worker.train_mini_batch(rank_batch(job, job.shares[mpu.get_data_parallel_rank()], job.budgets[0]))
@@ -47,10 +48,14 @@ def save_and_resume(job: Job, layout: Layout, folder: str) -> dict[str, float]:
     continued = trained(worker)
     worker = rank_worker(job, layout, job.engine)
     moved = difference(trained(worker), saved)
-    worker.load_checkpoint(folder)
-    loaded = difference(trained(worker), saved)
+    contents = worker.engine.checkpoint_mananager.checkpoint_load_contents
+    found = {"moved": moved}
+    for name, loaded in (("weights", ["model"]), ("loaded", contents)):
+        worker.engine.checkpoint_mananager.checkpoint_load_contents = loaded
+        worker.load_checkpoint(folder)
+        found[name] = difference(trained(worker), saved)
     step(worker)
-    return {"moved": moved, "loaded": loaded, "continued": difference(trained(worker), continued)}
+    return {**found, "continued": difference(trained(worker), continued)}
 
 
 def infer_and_train(job: Job, layout: Layout) -> tuple[int, tuple[list[torch.Tensor], float, float] | None]:

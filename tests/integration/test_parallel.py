@@ -20,7 +20,7 @@ from tests.helpers.parallel_checks import (
     together,
     unshared,
 )
-from tests.helpers.parallel_jobs import infer_and_train
+from tests.helpers.parallel_jobs import infer_and_train, save_and_resume
 from tests.helpers.ranks import RankError
 from tests.helpers.routes import routed_rows
 
@@ -224,6 +224,25 @@ def test_a_rank_without_rows_takes_part(pool, checkpoint, name, size):
         for got, expected in zip(log_probs, wanted_outputs["log_probs"][start:], strict=False):
             assert got.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
         assert loss == pytest.approx(wanted_loss, rel=1e-6) and grad_norm > 0
+
+
+SAVED = {
+    "ep-plain": (Layout(ep=2), PLAIN),
+    "tp-ep": (Layout(tp=2, ep=2), {}),
+    "pp-ep-etp": (Layout(tp=2, pp=2, ep=2, etp=1), PLAIN),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_has_the_experts_of_all_ranks(pool, checkpoint, tmp_path, name):
+    """What is loaded is what was saved, the weights alone too; a step more is the step that came next."""
+    layout, engine = SAVED[name]
+    shares = split(ROWS["tree"](), pool.size // (layout.tp * layout.pp))
+    job = Job(checkpoint("qwen3_moe"), shares, engine=engine)
+    for rank in pool.run(save_and_resume, job, layout, str(tmp_path / "saved")):
+        assert rank["moved"] > 1e-3
+        assert (rank["weights"], rank["loaded"], rank["continued"]) == (0.0, 0.0, 0.0)
 
 
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.3}

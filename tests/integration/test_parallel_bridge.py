@@ -127,4 +127,4 @@ def test_a_checkpoint_continues(pool, checkpoint, tmp_path, name):
     job = Job(checkpoint(kind, tied=kind == "qwen2"), shares, engine=engine, **critic)
     found = pool.run(save_and_resume, job, layout, str(tmp_path / "saved"))
     assert max(rank["moved"] for rank in found) > 1e-3
-    assert [(rank["loaded"], rank["continued"]) for rank in found] == [(0.0, 0.0)] * 4
+    assert [(rank["weights"], rank["loaded"], rank["continued"]) for rank in found] == [(0.0, 0.0, 0.0)] * 4

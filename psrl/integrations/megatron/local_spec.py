@@ -19,25 +19,17 @@ import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide
 
 from psrl.errors import UnsupportedError
 from psrl.integrations.megatron import cpu_device
+from psrl.integrations.megatron.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from psrl.runtime.attention import AttentionLayout, attend_layout
 
 
@@ -104,60 +96,6 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(x, self.weight), None
-
-
-class GroupedLinear(torch.nn.Module):
-    """One matrix an expert, as ``TEGroupedLinear``: parameters ``weight0``, ``weight1``, ... of this rank's experts."""
-
-    partition_dim: int
-    """Dimension of a weight [out, in] that expert-tensor-parallel ranks split."""
-
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Any,
-        bias: bool,
-        pg_collection: Any,
-        **unused: Any,
-    ) -> None:
-        super().__init__()
-        if bias:
-            raise UnsupportedError("add_bias_linear=True: experts with biases need TransformerEngine")
-        shape = [output_size, input_size]
-        shape[self.partition_dim] = divide(shape[self.partition_dim], pg_collection.expt_tp.size())
-        self.num_gemms = num_gemms
-        tracker: Any = get_cuda_rng_tracker()
-        with tracker.fork(get_expert_parallel_rng_tracker_name()):
-            for index in range(num_gemms):
-                device = torch.cuda.current_device()
-                weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-                init_method(weight)
-                set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
-                # Reduced over the data-parallel ranks of the same expert (distributed_data_parallel.py).
-                weight.allreduce = config.expert_model_parallel_size == 1
-                self.register_parameter(f"weight{index}", weight)
-
-    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
-        """Rows of expert 0, then of expert 1, ...; ``m_splits`` says how many each has."""
-        parts = torch.split(x, [int(rows) for rows in m_splits])
-        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]), None
-
-
-class ColumnParallelGroupedLinear(GroupedLinear):
-    """Stands in for ``TEColumnParallelGroupedLinear``."""
-
-    partition_dim = 0
-
-
-class RowParallelGroupedLinear(GroupedLinear):
-    """Stands in for ``TERowParallelGroupedLinear``."""
-
-    partition_dim = 1
 
 
 class PackedCoreAttention(MegatronModule):

@@ -12,13 +12,9 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from psrl.errors import UnsupportedError
+from psrl.integrations.megatron.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from psrl.integrations.megatron.hooks import HookSet
-from psrl.integrations.megatron.local_spec import (
-    ColumnParallelGroupedLinear,
-    RMSNormColumnParallelLinear,
-    RowParallelGroupedLinear,
-    uses_transformer_engine,
-)
+from psrl.integrations.megatron.local_spec import RMSNormColumnParallelLinear, uses_transformer_engine
 from psrl.integrations.megatron.router import PrefixRouter
 
 HOOKS = HookSet()
