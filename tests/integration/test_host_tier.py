@@ -227,9 +227,11 @@ def test_an_allocation_that_fails_in_the_middle(worker, monkeypatch, place):
             torch.empty(1 << 60, dtype=torch.uint8)
         return run(*args, **kwargs)
 
+    keeps = r"psrl\.keep_attention=false, " if budget is None else ""  # with transfers a plan keeps none
+    keys = rf"Set {keeps}psrl\.kv_cache_bytes below [\d,]+, lower psrl\.max_tokens"
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, failing)
-        with pytest.raises(OutOfMemoryError, match=r"Set psrl\.kv_cache_bytes below [\d,]+, lower psrl\.max_tokens"):
+        with pytest.raises(OutOfMemoryError, match=keys):
             run_update(worker(), rows, ppo_loss_fn(), max_tokens=5)
     assert calls == abs(number)
     (cache,) = sessions[-1].caches
