@@ -6,7 +6,7 @@ Shape legend: N tokens of all samples, U unique tokens in preorder, D samples in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -129,8 +129,14 @@ def with_labels(batch: SampleBatch, labels_N: IntArray) -> SampleBatch:
     )
 
 
-def trie_labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int, depth: int = 0) -> IntArray:
-    """[N] trie of every token, where what samples have below ``depth`` is packed into tries; -1 above it."""
+def trie_labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
+    """[N] micro-batch of every token where whole samples are packed into tries."""
+    return next(tries_below(batch, tree, max_tokens, (0,)))
+
+
+def tries_below(batch: SampleBatch, tree: PrefixTree, max_tokens: int, depths: Iterable[int]) -> Iterator[IntArray]:
+    """For every depth, [N] trie of every token, where what samples have below the depth is packed into tries; -1 above
+    it."""
     last_S = tree.index_N[batch.cu_seqlens[1:] - 1]
     order_D = np.argsort(-last_S, kind="stable")  # longer samples before their prefixes
     index_N, offsets = tree.index_N, batch.cu_seqlens.tolist()
@@ -139,11 +145,12 @@ def trie_labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int, depth: in
         ours = index_N[offsets[sample] : offsets[sample + 1]]
         theirs = index_N[offsets[before] : offsets[before + 1]][: len(ours)]
         common.append(int((ours[: len(theirs)] == theirs).sum()))
-    below_D, common_D = (np.maximum(x - depth, 0) for x in (batch.seqlens_S[order_D], np.asarray(common)))
-    trie_D, _ = pack_into_tries(below_D, common_D, max_tokens)
-    trie_S = np.empty_like(trie_D)
-    trie_S[order_D] = trie_D
-    return np.where(tree.depth_U[index_N] < depth, -1, np.repeat(trie_S, batch.seqlens_S))
+    for depth in depths:
+        below_D, common_D = (np.maximum(x - depth, 0) for x in (batch.seqlens_S[order_D], np.asarray(common)))
+        trie_D, _ = pack_into_tries(below_D, common_D, max_tokens)
+        trie_S = np.empty_like(trie_D)
+        trie_S[order_D] = trie_D
+        yield np.where(tree.depth_U[index_N] < depth, -1, np.repeat(trie_S, batch.seqlens_S))
 
 
 def page_labels(batch: SampleBatch, tree: PrefixTree, page_tokens: int) -> IntArray:

@@ -28,7 +28,7 @@ from psrl.assembly import Pieces, assemble
 from psrl.cost import CostFunction, KVFootprint, ModelShape, Work
 from psrl.edges import collect_edges
 from psrl.errors import ConfigError, MemoryBudgetError
-from psrl.micro_batching import trie_labels, with_labels
+from psrl.micro_batching import tries_below, with_labels
 from psrl.offload import schedule_transfers
 from psrl.packing import token_costs
 from psrl.systems import PSRL, System
@@ -107,6 +107,8 @@ class _Draft:
     forward_only: bool
     cost: CostFunction | None
     system: System
+    recomputed_tokens: int = 0
+    """Tokens of ``tree`` beyond the distinct ones of the samples."""
 
     def __post_init__(self) -> None:
         batch, tree = self.batch, self.tree
@@ -150,16 +152,14 @@ class _Draft:
         budget, longest = self.footprint.budget_bytes, int(self.tree.depth_U.max(initial=-1)) + 1
         assert budget is not None  # else nothing exceeds it
         most = budget // self.footprint.bytes_per_token(self.forward_only) * self.footprint.num_shards
-        for quarters in (4, 3, 2, 1, 0):
-            depth = most * quarters // 4
-            if depth >= longest:
-                continue  # the same tree again
-            batch = with_labels(self.batch, trie_labels(self.batch, self.tree, self.max_tokens, depth))
-            draft = dataclasses.replace(self, batch=batch, tree=build_tree(batch))
+        depths = [most * quarters // 4 for quarters in (4, 3, 2, 1, 0)]
+        shallow = [depth for depth in depths if depth < longest]  # from the longest on it is the same tree again
+        for labels_N in tries_below(self.batch, self.tree, self.max_tokens, shallow):
+            batch = with_labels(self.batch, labels_N)
+            tree = build_tree(batch)
+            copies = tree.num_tokens - self.tree.num_tokens
             with contextlib.suppress(MemoryBudgetError):
-                plan = draft.on_device()
-                copies = draft.tree.num_tokens - self.tree.num_tokens
-                return dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, recomputed_tokens=copies))
+                return dataclasses.replace(self, batch=batch, tree=tree, recomputed_tokens=copies).on_device()
         return None
 
     def _arrange(self, *, at_forks: bool, fits: bool = True) -> tuple[Pieces, tuple[Wave, ...], int]:
@@ -189,7 +189,7 @@ class _Draft:
             micro_batches=pieces.micro_batches if self.forward_only else _with_completions(pieces, self.edges, waves),
             blocks=pieces.blocks,
             waves=waves,
-            stats=_with_transfers(self._stats(pieces, waves, peak, tiers), tiers),
+            stats=self._stats(pieces, waves, peak, tiers),
             cache=self.system.cache,
             tiers=tiers,
         )
@@ -222,6 +222,10 @@ class _Draft:
             kv_bytes_peak=peak,
             flops_unshared=flops_unshared,
             flops_shared=flops_shared,
+            kv_host_bytes_peak=tiers.host_pool_bytes if tiers else 0,
+            kv_bytes_to_host=tiers.bytes_to_host if tiers else 0,
+            kv_bytes_to_device=tiers.bytes_to_device if tiers else 0,
+            recomputed_tokens=self.recomputed_tokens,
             attention_bytes=kept,
         )
 
@@ -239,17 +243,6 @@ def _rows_per_token(edges: Edges, num_unique: int) -> np.ndarray:
     new_row = np.ones(edges.num_edges, dtype=bool)  # edges are ordered by (source, temperature, label)
     new_row[1:] = (np.diff(edges.source_E) != 0) | (np.diff(edges.temperature_E) != 0)
     return np.bincount(edges.source_E[new_row], minlength=num_unique)
-
-
-def _with_transfers(stats: PlanStats, tiers: TierSchedule | None) -> PlanStats:
-    if tiers is None:
-        return stats
-    return dataclasses.replace(
-        stats,
-        kv_host_bytes_peak=tiers.host_pool_bytes,
-        kv_bytes_to_host=tiers.bytes_to_host,
-        kv_bytes_to_device=tiers.bytes_to_device,
-    )
 
 
 def _with_completions(pieces: Pieces, edges: Edges, waves: tuple[Wave, ...]) -> tuple[MicroBatch, ...]:
