@@ -56,20 +56,18 @@ class System:
         return with_labels(batch, self.labels(batch, build_tree(batch), max_tokens))
 
 
-def paged(name: str, stands_for: str, page_tokens: int, *, keeps: bool, stores_leaves: bool) -> System:
+def paged(name: str, stands_for: str, page_tokens: int, *, serves: bool) -> System:
     """A system whose blocks are pages of ``page_tokens`` tokens, shared only whole.
 
     Args:
-        keeps, stores_leaves: as a serving engine does, both; psrl neither.
+        serves: keep K/V to the end, those of leaves too, and nothing of attention, as a serving engine's cache.
     """
 
     def labels(batch: SampleBatch, tree: PrefixTree, max_tokens: int) -> IntArray:
         return page_labels(batch, tree, page_tokens)
 
-    policy = CachePolicy(page_tokens, keeps, stores_leaves)
-    return System(
-        name, stands_for, by_pages(page_tokens), labels, policy, keeps_attention=not (keeps and stores_leaves)
-    )
+    policy = CachePolicy(page_tokens, keeps=serves, stores_leaves=serves)
+    return System(name, stands_for, by_pages(page_tokens), labels, policy, keeps_attention=not serves)
 
 
 _ALL = (
@@ -85,8 +83,7 @@ _ALL = (
         "paged",
         f"vLLM's prefix cache: pages of {PAGE_TOKENS} tokens, of every token, kept to the end",
         PAGE_TOKENS,
-        keeps=True,
-        stores_leaves=True,
+        serves=True,
     ),
     System(
         "radix",
@@ -95,9 +92,7 @@ _ALL = (
         keeps_attention=False,
     ),
     System("no_self_sharing", "psrl without cutting what the same samples have over micro-batches", by_runs),
-    paged(
-        "no_adaptive_blocks", f"psrl with blocks of {PAGE_TOKENS} tokens", PAGE_TOKENS, keeps=False, stores_leaves=False
-    ),
+    paged("no_adaptive_blocks", f"psrl with blocks of {PAGE_TOKENS} tokens", PAGE_TOKENS, serves=False),
     System("no_dynamic_cache", "psrl with blocks freed at the end", cache=CachePolicy(keeps=True)),
     System("no_kept_attention", "psrl with attention of the spine computed in both passes", keeps_attention=False),
     System("no_token_wise", "psrl with micro-batches of equally many samples", by_rows),

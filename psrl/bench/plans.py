@@ -44,7 +44,7 @@ def half_budget(
 def byte_curves(samples: Sequence[ReplaySample], model: ShapedModel, max_tokens: int) -> dict[str, dict[str, Any]]:
     """Of every system that keeps K/V, and of psrl with blocks of other sizes: bytes over the update's FLOPs."""
     systems = [SYSTEMS[name] for name in dict.fromkeys((*COMPARED, *ABLATIONS)) if name not in _NO_CURVE]
-    blocks = [paged(f"blocks of {size}", "", size, keeps=False, stores_leaves=False) for size in BLOCK_SIZES]
+    blocks = [paged(f"blocks of {size}", "", size, serves=False) for size in BLOCK_SIZES]
     curves = {
         system.name: _curve(system, samples, model, max_tokens, None) for system in (SYSTEMS["psrl"], *systems, *blocks)
     }
