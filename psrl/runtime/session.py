@@ -165,7 +165,7 @@ class Session:
         self._max_logit_rows = max_logit_rows
         self._router = router
         self._routes = routes
-        self._kept = tuple(KeptAttention() for _ in self.caches) if plan.stats.attention_bytes else None
+        self._kept = tuple(KeptAttention() for _ in self.caches) if plan.stats.attention_bytes else ()
         self._bound: dict[int, BoundMicroBatch] = {}
 
     def execution(self, index: int, *, chunk: int = 0, backward: bool, router_scale: float = 1.0) -> Execution:
@@ -181,7 +181,7 @@ class Session:
             )
         bound, cache = self._bind(index), self.caches[chunk]
         tables = PathTables(cache, index) if self._path_in_place and bound.plan.path_blocks else None
-        kept = self._kept[chunk] if self._kept is not None and bound.plan.is_spine else None
+        kept = self._kept[chunk] if self._kept and bound.plan.is_spine else None
         return Execution(bound, cache, backward, self.attention_backend, tables, router, self._routes, kept)
 
     @property
@@ -193,18 +193,18 @@ class Session:
         """Raises:
         PlanError: KV blocks or results of attention are left.
         """
-        for held in (*self.caches, *(self._kept or ())):
+        for held in (*self.caches, *self._kept):
             held.check_drained()
 
     def close(self) -> None:
         """Drop what the caches hold, wherever the plan stopped."""
-        for held in (*self.caches, *(self._kept or ())):
+        for held in (*self.caches, *self._kept):
             held.close()
 
     @property
     def attention_bytes(self) -> int:
         """Most bytes of attention's results that were kept so far."""
-        return sum(kept.peak_bytes for kept in self._kept or ())
+        return sum(kept.peak_bytes for kept in self._kept)
 
     @cached_property
     def _token_ids_U(self) -> Tensor:
