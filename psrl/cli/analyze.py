@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from psrl.analyze.options import DEFAULT_BUDGETS, DEFAULT_SHAPE, AnalyzeOptions
 from psrl.analyze.shapes import DTYPE_BYTES
+from psrl.cli.options import option
 from psrl.model_sizes import NAMED_MODELS
-
-
-def _option(panel: str, text: str, choices: tuple[str, ...] = (), **kwargs: Any) -> Any:
-    return typer.Option(
-        help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel, **kwargs
-    )
-
 
 _MODEL, _INPUT, _OUTPUT = "Prediction", "Input", "Output"
 
@@ -26,32 +20,32 @@ Files = Annotated[
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
 Shape = Annotated[
-    str, _option(_MODEL, f"Model to predict for: {', '.join(NAMED_MODELS)}, a config.json or a folder with one.")
+    str, option(_MODEL, f"Model to predict for: {', '.join(NAMED_MODELS)}, a config.json or a folder with one.")
 ]
-DType = Annotated[str, _option(_MODEL, "Of parameters and K/V.", tuple(DTYPE_BYTES))]
+DType = Annotated[str, option(_MODEL, "Of parameters and K/V.", tuple(DTYPE_BYTES))]
 MaxTokens = Annotated[
     list[int] | None,
-    _option(
+    option(
         _MODEL,
         f"Budget: most tokens of a micro-batch. May be repeated. {', '.join(map(str, DEFAULT_BUDGETS))} if not given.",
     ),
 ]
-MemoryGiB = Annotated[float | None, _option(_MODEL, "Memory for K/V and one micro-batch; a best budget has to fit it.")]
+MemoryGiB = Annotated[float | None, option(_MODEL, "Memory for K/V and one micro-batch; a best budget has to fit it.")]
 MiniBatch = Annotated[
-    int | None, _option(_MODEL, "Samples of an optimizer step, in input order; all of them if not given.")
+    int | None, option(_MODEL, "Samples of an optimizer step, in input order; all of them if not given.")
 ]
-Limit = Annotated[int | None, _option(_INPUT, "Read only the first rows (lines) of the input.")]
+Limit = Annotated[int | None, option(_INPUT, "Read only the first rows (lines) of the input.")]
 Tokenizer = Annotated[
     str | None,
-    _option(
+    option(
         _INPUT,
         "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes'. Chat traces are tokenised with it "
         "(bytes if not given), token samples are shown as text with it.",
     ),
 ]
-Mode = Annotated[str, _option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
-Json = Annotated[Path | None, _option(_OUTPUT, "File for all figures.")]
-Html = Annotated[Path | None, _option(_OUTPUT, "File for a page with plots; it needs no network.")]
+Mode = Annotated[str, option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
+Json = Annotated[Path | None, option(_OUTPUT, "File for all figures.")]
+Html = Annotated[Path | None, option(_OUTPUT, "File for a page with plots; it needs no network.")]
 
 
 def analyze(

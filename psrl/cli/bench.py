@@ -11,45 +11,41 @@ import typer
 
 from psrl.agents.strategies import STRATEGIES
 from psrl.bench.options import CLOCKS, COMPARED, HALF, BenchOptions
+from psrl.cli.options import option
 from psrl.replay.options import TinyModel
 from psrl.systems import SYSTEMS, UNSHARED
-
-
-def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
-    return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
-
 
 _WHAT, _MODEL, _INPUT, _OUTPUT = "What is compared", "Measured and counted models", "Input", "Output"
 
 Files = Annotated[
     list[Path], typer.Argument(metavar="TRACE...", help="Chat traces, jsonl or jsonl.gz.", show_default=False)
 ]
-Out = Annotated[Path, _option(_OUTPUT, "Folder for JSON, CSV and plots.")]
-Page = Annotated[Path | None, _option(_OUTPUT, "Markdown page to write; plots go to img beside it.")]
-Note = Annotated[str, _option(_OUTPUT, "A sentence for the page: what a reader should know of the machine.")]
+Out = Annotated[Path, option(_OUTPUT, "Folder for JSON, CSV and plots.")]
+Page = Annotated[Path | None, option(_OUTPUT, "Markdown page to write; plots go to img beside it.")]
+Note = Annotated[str, option(_OUTPUT, "A sentence for the page: what a reader should know of the machine.")]
 Strategies = Annotated[
-    list[str] | None, _option(_WHAT, "May be repeated; all that fit a trace if not given.", STRATEGIES)
+    list[str] | None, option(_WHAT, "May be repeated; all that fit a trace if not given.", STRATEGIES)
 ]
 Systems = Annotated[
     list[str] | None,
-    _option(_WHAT, f"May be repeated; {', '.join(COMPARED)} if not given.", (UNSHARED, *SYSTEMS, HALF)),
+    option(_WHAT, f"May be repeated; {', '.join(COMPARED)} if not given.", (UNSHARED, *SYSTEMS, HALF)),
 ]
-Repeat = Annotated[int, _option(_WHAT, "Runs of every system, in turn; medians and spreads are of these.")]
-Clock = Annotated[str, _option(_WHAT, "Seconds that count: other processes disturb processor time least.", CLOCKS)]
-Length = Annotated[list[int] | None, _option(_WHAT, "Factor of the made-up sequences; may be repeated; 1, 2, 4, 8.")]
-NumRanks = Annotated[list[int] | None, _option(_WHAT, "Simulated ranks; may be repeated; 1, 8, 64 if not given.")]
-Hidden = Annotated[int, _option(_MODEL, "Hidden size of the random model that is measured.")]
-Layers = Annotated[int, _option(_MODEL, "Its layers.")]
-MaxTokens = Annotated[int, _option(_MODEL, "Most tokens of a micro-batch.")]
-Shape = Annotated[str, _option(_MODEL, "Model whose K/V bytes and FLOPs plans are counted for.")]
-Simulated = Annotated[str, _option(_MODEL, "Model on simulated ranks.")]
-Calibration = Annotated[str, _option(_MODEL, "Of the simulator.")]
-Limit = Annotated[int | None, _option(_INPUT, "Rows of each trace to read.")]
-Turns = Annotated[int | None, _option(_INPUT, "Turns of each row to keep.")]
-Counted = Annotated[int, _option(_INPUT, "Rows of each trace, with all turns, whose plans are counted.")]
-Window = Annotated[int, _option(_INPUT, "Turns of history under step_window.")]
-Tokenizer = Annotated[str, _option(_INPUT, "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes'.")]
-Seed = Annotated[int, _option(_INPUT, "Of the random model and of made-up sequences.")]
+Repeat = Annotated[int, option(_WHAT, "Runs of every system, in turn; medians and spreads are of these.")]
+Clock = Annotated[str, option(_WHAT, "Seconds that count: other processes disturb processor time least.", CLOCKS)]
+Length = Annotated[list[int] | None, option(_WHAT, "Factor of the made-up sequences; may be repeated; 1, 2, 4, 8.")]
+NumRanks = Annotated[list[int] | None, option(_WHAT, "Simulated ranks; may be repeated; 1, 8, 64 if not given.")]
+Hidden = Annotated[int, option(_MODEL, "Hidden size of the random model that is measured.")]
+Layers = Annotated[int, option(_MODEL, "Its layers.")]
+MaxTokens = Annotated[int, option(_MODEL, "Most tokens of a micro-batch.")]
+Shape = Annotated[str, option(_MODEL, "Model whose K/V bytes and FLOPs plans are counted for.")]
+Simulated = Annotated[str, option(_MODEL, "Model on simulated ranks.")]
+Calibration = Annotated[str, option(_MODEL, "Of the simulator.")]
+Limit = Annotated[int | None, option(_INPUT, "Rows of each trace to read.")]
+Turns = Annotated[int | None, option(_INPUT, "Turns of each row to keep.")]
+Counted = Annotated[int, option(_INPUT, "Rows of each trace, with all turns, whose plans are counted.")]
+Window = Annotated[int, option(_INPUT, "Turns of history under step_window.")]
+Tokenizer = Annotated[str, option(_INPUT, "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes'.")]
+Seed = Annotated[int, option(_INPUT, "Of the random model and of made-up sequences.")]
 
 
 def bench(

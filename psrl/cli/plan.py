@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from psrl.analyze.options import DEFAULT_SHAPE
 from psrl.analyze.shapes import DTYPE_BYTES
+from psrl.cli.options import option
 from psrl.model_sizes import NAMED_MODELS
 from psrl.plan_view.options import PlanOptions
-
-
-def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
-    return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
-
 
 _PLAN, _INPUT, _OUTPUT = "Plan", "Input", "Output"
 
@@ -24,38 +20,27 @@ Files = Annotated[
     list[Path],
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
-Shape = Annotated[str, _option(_PLAN, f"Model: {', '.join(NAMED_MODELS)}, a config.json or a folder with one.")]
-DType = Annotated[str, _option(_PLAN, "Of parameters and K/V.", tuple(DTYPE_BYTES))]
-MaxTokens = Annotated[int, _option(_PLAN, "Most tokens of a micro-batch.")]
-KVCacheBytes = Annotated[
-    int | None, _option(_PLAN, "Most bytes of cached K/V and their gradients; no limit if absent.")
-]
+Shape = Annotated[str, option(_PLAN, f"Model: {', '.join(NAMED_MODELS)}, a config.json or a folder with one.")]
+DType = Annotated[str, option(_PLAN, "Of parameters and K/V.", tuple(DTYPE_BYTES))]
+MaxTokens = Annotated[int, option(_PLAN, "Most tokens of a micro-batch.")]
+KVCacheBytes = Annotated[int | None, option(_PLAN, "Most bytes of cached K/V and their gradients; no limit if absent.")]
 KVHostBytes = Annotated[
-    int | None, _option(_PLAN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
+    int | None, option(_PLAN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
 ]
-KVRecompute = Annotated[
-    bool,
-    typer.Option(
-        "--kv-recompute/--no-kv-recompute",
-        help="Compute prefixes again where the budget holds them in no other way.",
-        rich_help_panel=_PLAN,
-    ),
-]
+KVRecompute = Annotated[bool, option(_PLAN, "Compute prefixes again where the budget holds them in no other way.")]
 ForwardOnly = Annotated[
     bool,
     typer.Option("--forward-only", help="Plan old log-prob or reference, not an update.", rich_help_panel=_PLAN),
 ]
-Limit = Annotated[int | None, _option(_INPUT, "Read only the first rows (lines) of the input.")]
+Limit = Annotated[int | None, option(_INPUT, "Read only the first rows (lines) of the input.")]
 Tokenizer = Annotated[
     str | None,
-    _option(
-        _INPUT, "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes' (chat rows, if not given)."
-    ),
+    option(_INPUT, "A folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes' (chat rows, if not given)."),
 ]
-Mode = Annotated[str, _option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
-Trace = Annotated[Path | None, _option(_OUTPUT, "File for a Chrome trace: open it in Perfetto or chrome://tracing.")]
-Html = Annotated[Path | None, _option(_OUTPUT, "File for a page with the tree and the timeline; it needs no network.")]
-Json = Annotated[Path | None, _option(_OUTPUT, "File for all figures.")]
+Mode = Annotated[str, option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
+Trace = Annotated[Path | None, option(_OUTPUT, "File for a Chrome trace: open it in Perfetto or chrome://tracing.")]
+Html = Annotated[Path | None, option(_OUTPUT, "File for a page with the tree and the timeline; it needs no network.")]
+Json = Annotated[Path | None, option(_OUTPUT, "File for all figures.")]
 
 
 def plan(

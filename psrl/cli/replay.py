@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from psrl.cli.options import option
 from psrl.config import ATTENTION_BACKENDS
 from psrl.replay.options import (
     DEFAULT_MAX_TOKENS,
@@ -21,11 +22,6 @@ from psrl.replay.options import (
 )
 from psrl.systems import SYSTEMS
 
-
-def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
-    return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
-
-
 _MODEL, _RUN, _PARALLEL, _LOSS = "Model", "Running", "Parallelism (local processes)", "Loss and optimizer"
 _INPUT, _OUTPUT = "Input", "Output"
 
@@ -34,17 +30,17 @@ Files = Annotated[
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
 Model = Annotated[
-    str, _option(_MODEL, "A Hugging Face folder; smollm2; or tiny-qwen2, tiny-qwen3, tiny-qwen3-moe: random ones.")
+    str, option(_MODEL, "A Hugging Face folder; smollm2; or tiny-qwen2, tiny-qwen3, tiny-qwen3-moe: random ones.")
 ]
-Hidden = Annotated[int, _option(_MODEL, "Hidden size of a tiny model.")]
-Layers = Annotated[int, _option(_MODEL, "Layers of a tiny model.")]
-Heads = Annotated[int, _option(_MODEL, "Attention heads of a tiny model.")]
-KVHeads = Annotated[int, _option(_MODEL, "Key/value heads of a tiny model.")]
-DType = Annotated[str, _option(_MODEL, "Parameters and activations.", DTYPES)]
+Hidden = Annotated[int, option(_MODEL, "Hidden size of a tiny model.")]
+Layers = Annotated[int, option(_MODEL, "Layers of a tiny model.")]
+Heads = Annotated[int, option(_MODEL, "Attention heads of a tiny model.")]
+KVHeads = Annotated[int, option(_MODEL, "Key/value heads of a tiny model.")]
+DType = Annotated[str, option(_MODEL, "Parameters and activations.", DTYPES)]
 
 Sharing = Annotated[
     str,
-    _option(
+    option(
         _RUN,
         "Prefix sharing. off is veRL's own engine; both runs the two in turn and compares log-probs, gradients and "
         "metrics.",
@@ -52,69 +48,62 @@ Sharing = Annotated[
     ),
 ]
 System = Annotated[
-    str, _option(_RUN, "Share prefixes as another system does, or without one of psrl's mechanisms.", tuple(SYSTEMS))
+    str, option(_RUN, "Share prefixes as another system does, or without one of psrl's mechanisms.", tuple(SYSTEMS))
 ]
-MaxTokens = Annotated[int, _option(_RUN, "Most tokens of a micro-batch.")]
-MiniBatch = Annotated[int | None, _option(_RUN, "Samples of a mini-batch; all of them if not given.")]
-Steps = Annotated[int, _option(_RUN, "Update steps over all samples.")]
-Repeat = Annotated[int, _option(_RUN, "Times to run each phase, sides in turn; seconds are medians.")]
-Attention = Annotated[str, _option(_RUN, "Attention backend.", ATTENTION_BACKENDS)]
+MaxTokens = Annotated[int, option(_RUN, "Most tokens of a micro-batch.")]
+MiniBatch = Annotated[int | None, option(_RUN, "Samples of a mini-batch; all of them if not given.")]
+Steps = Annotated[int, option(_RUN, "Update steps over all samples.")]
+Repeat = Annotated[int, option(_RUN, "Times to run each phase, sides in turn; seconds are medians.")]
+Attention = Annotated[str, option(_RUN, "Attention backend.", ATTENTION_BACKENDS)]
 UnsharedAttention = Annotated[
     str | None,
-    _option(
+    option(
         _RUN, "Attention backend of the side without sharing; --attention if not given. TransformerEngine has its own.",
         ATTENTION_BACKENDS,
     ),
 ]  # fmt: skip
-Recompute = Annotated[str, _option(_RUN, "Activation recompute.", RECOMPUTE)]
-KVCacheBytes = Annotated[int | None, _option(_RUN, "Most bytes of cached K/V and their gradients; no limit on a CPU.")]
+Recompute = Annotated[str, option(_RUN, "Activation recompute.", RECOMPUTE)]
+KVCacheBytes = Annotated[int | None, option(_RUN, "Most bytes of cached K/V and their gradients; no limit on a CPU.")]
 KVHostBytes = Annotated[
-    int | None, _option(_RUN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
+    int | None, option(_RUN, "Most bytes of host memory for what that cannot hold even in waves; none if absent.")
 ]
-KVRecompute = Annotated[
-    bool,
-    typer.Option(
-        "--kv-recompute/--no-kv-recompute",
-        help="Compute prefixes again where the budget holds them in no other way.",
-        rich_help_panel=_RUN,
-    ),
-]
-Seed = Annotated[int, _option(_RUN, "Seed of the random model and of the workers.")]
+KVRecompute = Annotated[bool, option(_RUN, "Compute prefixes again where the budget holds them in no other way.")]
+Seed = Annotated[int, option(_RUN, "Seed of the random model and of the workers.")]
 Tolerance = Annotated[
     float | None,
-    _option(_RUN, "Largest relative difference for --sharing both; by dtype if not given (bfloat16: none)."),
+    option(_RUN, "Largest relative difference for --sharing both; by dtype if not given (bfloat16: none)."),
 ]
 
-TP = Annotated[int, _option(_PARALLEL, "Tensor parallel size, with sequence parallelism.")]
-PP = Annotated[int, _option(_PARALLEL, "Pipeline stages.")]
-VPP = Annotated[int, _option(_PARALLEL, "Model chunks of each stage (interleaved schedule).")]
-CP = Annotated[int, _option(_PARALLEL, "Ranks that split every micro-batch's tokens (context parallel).")]
-EP = Annotated[int, _option(_PARALLEL, "Ranks over which experts are spread, among those of the other sizes.")]
-DP = Annotated[int, _option(_PARALLEL, "Data parallel size: rows of a mini-batch are split.")]
+TP = Annotated[int, option(_PARALLEL, "Tensor parallel size, with sequence parallelism.")]
+PP = Annotated[int, option(_PARALLEL, "Pipeline stages.")]
+VPP = Annotated[int, option(_PARALLEL, "Model chunks of each stage (interleaved schedule).")]
+CP = Annotated[int, option(_PARALLEL, "Ranks that split every micro-batch's tokens (context parallel).")]
+EP = Annotated[int, option(_PARALLEL, "Ranks over which experts are spread, among those of the other sizes.")]
+DP = Annotated[int, option(_PARALLEL, "Data parallel size: rows of a mini-batch are split.")]
 
-Loss = Annotated[str, _option(_LOSS, "veRL's loss_mode.", LOSSES)]
+Loss = Annotated[str, option(_LOSS, "veRL's loss_mode.", LOSSES)]
 LossAggMode = Annotated[
-    str | None, _option(_LOSS, "token-mean if not given, seq-mean-token-mean for gspo.", LOSS_AGG_MODES)
+    str | None, option(_LOSS, "token-mean if not given, seq-mean-token-mean for gspo.", LOSS_AGG_MODES)
 ]
-LossScaleFactor = Annotated[int | None, _option(_LOSS, "Divisor of seq-mean-token-sum-norm.")]
-EntropyCoeff = Annotated[float, _option(_LOSS, "Weight of the entropy bonus.")]
-KLCoef = Annotated[float, _option(_LOSS, "Weight of the KL loss to the reference.")]
-Temperature = Annotated[float, _option(_LOSS, "Logits are divided by it.")]
-LearningRate = Annotated[float, _option(_LOSS, "Learning rate of Adam.")]
+LossScaleFactor = Annotated[int | None, option(_LOSS, "Divisor of seq-mean-token-sum-norm.")]
+EntropyCoeff = Annotated[float, option(_LOSS, "Weight of the entropy bonus.")]
+KLCoef = Annotated[float, option(_LOSS, "Weight of the KL loss to the reference.")]
+Temperature = Annotated[float, option(_LOSS, "Logits are divided by it.")]
+LearningRate = Annotated[float, option(_LOSS, "Learning rate of Adam.")]
 
-Limit = Annotated[int | None, _option(_INPUT, "Read only the first rows (lines) of the input.")]
+Limit = Annotated[int | None, option(_INPUT, "Read only the first rows (lines) of the input.")]
 Tokenizer = Annotated[
     str | None,
-    _option(
+    option(
         _INPUT,
         "For chat traces: a folder with tokenizer.json, that file, a *.tiktoken file, or 'bytes' (built in: ids are "
         "bytes). If not given, the model folder's own if it has ChatML tokens, else bytes.",
     ),
 ]
-Mode = Annotated[str, _option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
+Mode = Annotated[str, option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
 
-Dump = Annotated[Path | None, _option(_OUTPUT, "Folder for log-probs, entropies and the first mini-batch's gradient.")]
-Json = Annotated[Path | None, _option(_OUTPUT, "File for the table.")]
+Dump = Annotated[Path | None, option(_OUTPUT, "Folder for log-probs, entropies and the first mini-batch's gradient.")]
+Json = Annotated[Path | None, option(_OUTPUT, "File for the table.")]
 
 
 def replay(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from psrl.cli.options import option
 from psrl.simulate.options import (
     DEFAULT_CALIBRATION,
     DEFAULT_MAX_TOKENS,
@@ -16,43 +17,38 @@ from psrl.simulate.options import (
     SimulateOptions,
 )
 
-
-def _option(panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
-    return typer.Option(help=text + (f" One of {', '.join(choices)}." if choices else ""), rich_help_panel=panel)
-
-
 _CLUSTER, _MODEL, _RUN, _INPUT = "Cluster", "Model", "Step", "Input and output"
 
 Files = Annotated[
     list[Path],
     typer.Argument(metavar="FILE...", help="Token samples or chat traces, jsonl or jsonl.gz.", show_default=False),
 ]
-Ranks = Annotated[int, _option(_CLUSTER, "Ranks of the cluster.")]
-TP = Annotated[int, _option(_CLUSTER, "Tensor-parallel size, with sequence parallelism.")]
-PP = Annotated[int, _option(_CLUSTER, "Pipeline stages.")]
-VPP = Annotated[int, _option(_CLUSTER, "Virtual pipeline stages on each rank.")]
-CP = Annotated[int, _option(_CLUSTER, "Context-parallel size.")]
-EP = Annotated[int, _option(_CLUSTER, "Expert-parallel size.")]
+Ranks = Annotated[int, option(_CLUSTER, "Ranks of the cluster.")]
+TP = Annotated[int, option(_CLUSTER, "Tensor-parallel size, with sequence parallelism.")]
+PP = Annotated[int, option(_CLUSTER, "Pipeline stages.")]
+VPP = Annotated[int, option(_CLUSTER, "Virtual pipeline stages on each rank.")]
+CP = Annotated[int, option(_CLUSTER, "Context-parallel size.")]
+EP = Annotated[int, option(_CLUSTER, "Expert-parallel size.")]
 Calibration = Annotated[
-    str, _option(_CLUSTER, "A JSON file of benchmarks/calibrate.py, or h100-estimate: peak figures, not measured.")
+    str, option(_CLUSTER, "A JSON file of benchmarks/calibrate.py, or h100-estimate: peak figures, not measured.")
 ]
 Model = Annotated[
-    str, _option(_MODEL, "qwen2.5-0.5b, qwen2.5-7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3-235b-a22b, or a folder.")
+    str, option(_MODEL, "qwen2.5-0.5b, qwen2.5-7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3-235b-a22b, or a folder.")
 ]
-Recompute = Annotated[str, _option(_MODEL, "Activation recompute.", RECOMPUTE)]
-DistributedOptimizer = Annotated[bool, _option(_MODEL, "Optimizer states sharded over data-parallel ranks.")]
-KVCacheBytes = Annotated[int | None, _option(_MODEL, "Most bytes of cached K/V and their gradients on a rank.")]
-Sharing = Annotated[str, _option(_RUN, "psrl (on), veRL without sharing (off), or both.", SHARING)]
-MaxTokens = Annotated[int, _option(_RUN, "Most tokens of a micro-batch on a context-parallel rank.")]
-InferMaxTokens = Annotated[int | None, _option(_RUN, "The same of forward-only phases; as --max-tokens if not given.")]
-MiniBatches = Annotated[int, _option(_RUN, "Mini-batches (optimizer steps) that the rows are divided into.")]
-Replicas = Annotated[int, _option(_RUN, "Times that the trace is in the step, as other prompts each time.")]
-Limit = Annotated[int | None, _option(_INPUT, "Read only the first rows (lines) of the input.")]
+Recompute = Annotated[str, option(_MODEL, "Activation recompute.", RECOMPUTE)]
+DistributedOptimizer = Annotated[bool, option(_MODEL, "Optimizer states sharded over data-parallel ranks.")]
+KVCacheBytes = Annotated[int | None, option(_MODEL, "Most bytes of cached K/V and their gradients on a rank.")]
+Sharing = Annotated[str, option(_RUN, "psrl (on), veRL without sharing (off), or both.", SHARING)]
+MaxTokens = Annotated[int, option(_RUN, "Most tokens of a micro-batch on a context-parallel rank.")]
+InferMaxTokens = Annotated[int | None, option(_RUN, "The same of forward-only phases; as --max-tokens if not given.")]
+MiniBatches = Annotated[int, option(_RUN, "Mini-batches (optimizer steps) that the rows are divided into.")]
+Replicas = Annotated[int, option(_RUN, "Times that the trace is in the step, as other prompts each time.")]
+Limit = Annotated[int | None, option(_INPUT, "Read only the first rows (lines) of the input.")]
 Tokenizer = Annotated[
-    str | None, _option(_INPUT, "For chat traces: a folder with tokenizer.json, a file, or bytes (if not given).")
+    str | None, option(_INPUT, "For chat traces: a folder with tokenizer.json, a file, or bytes (if not given).")
 ]
-Mode = Annotated[str, _option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
-Json = Annotated[Path | None, _option(_INPUT, "File for the tables.")]
+Mode = Annotated[str, option(_INPUT, "For chat traces: step (a sample per assistant message) or trajectory.")]
+Json = Annotated[Path | None, option(_INPUT, "File for the tables.")]
 
 
 def simulate(
