@@ -37,6 +37,12 @@ def every_file_is_parsed_once():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_job_was_here(tmp_path, monkeypatch):
+    """Jobs look for their model in the working folder; in the repository a quick start may have left one."""
+    monkeypatch.chdir(tmp_path)
+
+
 def compose(name: str, *overrides: str) -> DictConfig:
     return compose_job(CONFIGS, name, overrides)
 
