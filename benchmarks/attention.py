@@ -9,7 +9,7 @@ sharing gains, and how near a kernel is to flash attention's rate on the pairs i
 
 Where a forest has a cached path, ``triton`` finds it in front of the local keys. ``in_place`` and ``gathered`` find it
 in blocks, as a layer of psrl does: the same kernels, which read the blocks and add to their float32 accumulators, or
-run on a copy whose gradients are added afterwards (``attention_paths``). Their ratio is ``*_over_gathered``.
+run on a copy whose gradients are added afterwards. Their ratio is ``*_over_gathered``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from attention_forests import WORKLOADS, Shape, Workload
-from attention_paths import WAYS, CachedBlocks
 from torch import Tensor
 
 from psrl.errors import UnsupportedError
 from psrl.runtime.attention import AttentionLayout, attend_layout
+from psrl.runtime.attention.cached_layer import CachedBlocks
 
+WAYS = ("in_place", "gathered")
+"""Of the Triton kernels, to a cached path in blocks."""
 BACKENDS = ("triton", *WAYS, "flash", "flex", "sdpa", "unshared", "dense")
 BACKWARD_FLOPS = 2.5
 """Of a forward pass: five products of a pair where the forward has two."""
@@ -62,7 +64,8 @@ def attention(backend: str, work: Workload, shape: Shape) -> Case:
         if not work.path_len:
             raise UnsupportedError("this forest has no cached path")
         blocks = CachedBlocks.random(work.path_len, work.num_blocks, shape)
-        return Case(blocks.attention(backend, layout), layout, work.num_tokens)
+        run = blocks.in_place(layout) if backend == "in_place" else blocks.gathered(layout, "triton")
+        return Case(run, layout, work.num_tokens)
     if backend != "dense":
         return Case(lambda q, k, v: attend_layout(q, k, v, layout, backend=backend), layout, layout.num_keys)
     if layout.num_queries * layout.num_keys * shape.num_heads > DENSE_LIMIT:
@@ -114,7 +117,8 @@ def measure(backend: str, work: Workload, shape: Shape, repeats: int) -> dict[st
     has_grad = not (backend == "flex" and shape.device.type == "cpu")
     try:
         run, layout, num_local_keys = attention(backend, work, shape)
-        q, k, v, grad = shape.inputs(layout.num_queries, num_local_keys, has_grad)
+        *inputs, grad = shape.inputs(layout.num_queries, num_local_keys)
+        q, k, v = (x.requires_grad_(has_grad) for x in inputs)
         with torch.no_grad():
             forward = seconds(shape.device, repeats, lambda: run(q, k, v))
         flops = shape.forward_flops(layout.visible_pairs)

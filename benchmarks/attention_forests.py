@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.types import IntArray
 
 
@@ -88,24 +88,8 @@ WORKLOADS: dict[str, Callable[[float], Workload]] = {
 }  # fmt: skip
 
 
-class Shape(NamedTuple):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def inputs(self, num_queries: int, num_keys: int, has_grad: bool) -> list[Tensor]:
-        """q, k, v, and an output gradient."""
-        shapes = [
-            (num_queries, self.num_heads, self.head_dim),
-            (num_keys, self.num_kv_heads, self.head_dim),
-            (num_keys, self.num_kv_heads, self.v_head_dim),
-            (num_queries, self.num_heads, self.v_head_dim),
-        ]
-        tensors = [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
-        return [x.requires_grad_(has_grad) for x in tensors[:3]] + tensors[3:]
+class Shape(LayerShape):
+    """With what its attention costs."""
 
     def forward_flops(self, pairs: int) -> float:
         """Two products of a pair, a multiplication and an addition each."""

@@ -41,7 +41,7 @@ class PSRLConfig:
     """An update keeps attention's outputs of spine tokens between its passes where the cache's budget has room for all
     of them; otherwise its second forward of the spine computes attention too."""
     attention_backend: str = "auto"
-    """``auto`` is ``triton`` on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
+    """``auto`` is measured on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
     ``reference`` is dense and for tests."""
     max_logit_rows: int | None = None
     """Most rows of logits that exist at a time: a micro-batch's log-probs are computed in chunks, in the backward once

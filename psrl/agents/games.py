@@ -15,6 +15,8 @@ import textworld
 from textworld.generator import compile_game
 from textworld.generator import make_game as sample_game
 
+from psrl.files import cache_dir
+
 TEXTWORLD_LOCK = threading.Lock()
 """Held by every thread that loads or steps a game: textworld parses with one module-level parser."""
 
@@ -62,8 +64,7 @@ def make_game(spec: GameSpec, folder: Path) -> Path:
 
 def games_folder() -> Path:
     """Where games are kept that no other place was named for."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "psrl" / "textworld"
+    return cache_dir() / "textworld"
 
 
 def ensure_game(spec: GameSpec, folder: Path) -> Path:

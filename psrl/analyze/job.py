@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from psrl.analyze.analysis import analyze
-from psrl.analyze.files import check_targets, write_json, write_text
 from psrl.analyze.options import AnalyzeOptions
 from psrl.analyze.page import make_page
 from psrl.analyze.report import make_record
+from psrl.files import check_targets, write_json, write_text
 
 
 def run_analyze(options: AnalyzeOptions, note: Callable[[str], None]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import tempfile
 import time
@@ -22,6 +21,7 @@ from psrl.bench.tables import make_tables, write_csv
 from psrl.bench.traces import Trace, made_up_samples, read_trace, samples_of
 from psrl.data import ReplaySample, load_tokenizer
 from psrl.errors import ConfigError, InputError
+from psrl.files import write_json, write_text
 from psrl.plan_view.job import batch_of
 from psrl.replay.job import quietly
 from psrl.systems import UNSHARED
@@ -71,7 +71,7 @@ def run_bench(options: BenchOptions, command: str, note: Note) -> None:
 
 def write_results(options: BenchOptions, record: dict[str, Any]) -> None:
     """All files, from the record alone."""
-    (options.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json("--out", options.out / "bench.json", record)
     tables = make_tables(record)
     for table in tables:
         write_csv(options.out, table)
@@ -79,7 +79,7 @@ def write_results(options: BenchOptions, record: dict[str, Any]) -> None:
     images.mkdir(exist_ok=True)
     plots = draw_plots(record, images)
     if options.page is not None:
-        options.page.write_text(make_page(record, tables, plots), encoding="utf-8")
+        write_text("--page", options.page, make_page(record, tables, plots))
 
 
 def read_cases(options: BenchOptions) -> Cases:

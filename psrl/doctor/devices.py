@@ -11,7 +11,10 @@ import torch.distributed as dist
 from psrl.config import ATTENTION_BACKENDS
 from psrl.doctor.finding import Finding, State
 from psrl.errors import UnsupportedError
+from psrl.integrations.megatron.backend_choice import measured_choice
 from psrl.runtime.attention import AttentionLayout, attend_layout, path_access, resolve_backend
+from psrl.runtime.attention.cached_layer import LayerShape
+from psrl.runtime.attention.trial import Fan
 
 _DEVICES, _BACKENDS = "devices", "attention backends"
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -49,10 +52,12 @@ def check_backends() -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     default = resolve_backend("auto", device)
+    if device == "cuda":
+        yield _measured_default(dtype)
     for backend in ATTENTION_BACKENDS:
         if backend in ("auto", "reference"):
             continue
-        name = f"{backend} (auto)" if backend == default else backend
+        name = f"{backend} (auto)" if backend == default and device == "cpu" else backend
         access = path_access(backend)
         try:
             error = backend_error(backend, device, dtype)
@@ -75,6 +80,16 @@ def check_backends() -> Iterator[Finding]:
             yield Finding(_BACKENDS, name, State.OK, detail)
         else:
             yield Finding(_BACKENDS, name, State.WRONG, detail, "do not use it; report it with this output")
+
+
+def _measured_default(dtype: torch.dtype) -> Finding:
+    """What ``auto`` is for a common layer on the first GPU; of a model, its engine asks when it starts."""
+    shape = LayerShape(12, 2, 128, 128, dtype, torch.device("cuda", 0))
+    try:
+        choice = measured_choice(shape, in_place=True)
+    except UnsupportedError as refusal:
+        return Finding(_BACKENDS, "auto", State.WRONG, str(refusal), "set psrl.attention_backend to one that runs")
+    return Finding(_BACKENDS, "auto", State.OK, f"{choice}, for 12 query and 2 key/value heads of 128 in {dtype}")
 
 
 def backend_error(backend: str, device: str, dtype: torch.dtype) -> float:
@@ -120,10 +135,7 @@ def in_place_error(device: str, dtype: torch.dtype) -> float:
 
 def _forest(path_len: int) -> AttentionLayout:
     """The first ``path_len`` tokens are keys only."""
-    total = _TRUNK + 2 * _BRANCH
-    last = torch.tensor([total] * _TRUNK + [_TRUNK + _BRANCH] * _BRANCH + [total] * _BRANCH)
-    first = torch.arange(total)
-    return AttentionLayout.build((first - path_len).clamp(0).numpy(), (last - path_len).numpy(), total - path_len)
+    return Fan(path_len, _TRUNK - path_len, 2, _BRANCH).layout()
 
 
 def _random_inputs(path_len: int, dtype: torch.dtype) -> list[torch.Tensor]:

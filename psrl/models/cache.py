@@ -1,22 +1,14 @@
-"""The folder of things that are made once: ``PSRL_CACHE``, or ``psrl`` in the user's cache folder."""
+"""Folders that are made once and kept in the cache folder."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from psrl.errors import InputError
-
-
-def cache_dir() -> Path:
-    """``PSRL_CACHE``, else ``$XDG_CACHE_HOME/psrl``, else ``~/.cache/psrl``. Not created here."""
-    if value := os.environ.get("PSRL_CACHE"):
-        return Path(value).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "psrl"
+from psrl.files import cache_dir
 
 
 def cached_folder(name: str, make: Callable[[Path], None]) -> Path:

@@ -10,11 +10,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from psrl.analyze.files import check_targets, write_json, write_text
 from psrl.analyze.report import format_bytes
 from psrl.analyze.shapes import ShapedModel, load_shape
 from psrl.analyze.text import Decode, load_decoder
 from psrl.data import ReplaySample, load_samples, load_tokenizer
+from psrl.files import check_targets, write_json, write_text
 from psrl.plan_view.options import PlanOptions
 from psrl.plan_view.page import make_page
 from psrl.plan_view.picture import make_picture

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from psrl.errors import InputError
+from psrl.files import reported, staged_text, umask
 
 SAMPLES, GRADS, SUMMARY = "samples.safetensors", "grads.safetensors", "summary.json"
 _DUMP_FILES = {SAMPLES, GRADS, SUMMARY}
@@ -79,21 +80,8 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def staged_json(path: Path, values: Mapping[str, Any]) -> Iterator[None]:
     """Write the file beside its place, and move it there if the body succeeds: one result does not come alone."""
-    with _reported("--json", path):
-        if path.exists() and not path.is_file():  # a pipe or a device: nothing to replace
-            path.write_text(_json(values), encoding="utf-8")
-            yield
-            return
-        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(_json(values))
-            os.chmod(name, 0o666 & ~_umask())
-            yield
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+    with reported("--json", path), staged_text(path, _json(values)):
+        yield
 
 
 def write_dump(
@@ -108,13 +96,13 @@ def write_dump(
     """
     from safetensors.torch import save_file
 
-    with _reported("--dump", path):
+    with reported("--dump", path):
         staging = Path(tempfile.mkdtemp(dir=path.absolute().parent, prefix=f".{path.name}."))
         try:
             save_file({name: value.contiguous() for name, value in sample_values.items()}, staging / SAMPLES)
             save_file({name: value.contiguous() for name, value in gradients.items()}, staging / GRADS)
             (staging / SUMMARY).write_text(_json(summary), encoding="utf-8")
-            staging.chmod(0o777 & ~_umask())
+            staging.chmod(0o777 & ~umask())
             _replace_folder(staging, path)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -135,14 +123,6 @@ def _replace_folder(staging: Path, path: Path) -> None:
     shutil.rmtree(previous)
 
 
-@contextlib.contextmanager
-def _reported(flag: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot write: {error.strerror or error}") from error
-
-
 def _json(values: Mapping[str, Any]) -> str:
     return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
 
@@ -153,9 +133,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from psrl.data import load_samples, load_tokenizer
 from psrl.errors import ConfigError, InputError
+from psrl.files import check_targets, write_json
 from psrl.model_sizes import load_model
 from psrl.simulate.calibration import Calibration, load_calibration
 from psrl.simulate.costs import CostModel
@@ -106,8 +106,9 @@ def run(options: SimulateOptions) -> None:
     Raises:
         PSRLError: see ``run_simulation``.
     """
+    check_targets({"--json": options.json}, options.files)
     simulation = run_simulation(options)
     record: dict[str, Any] = make_record(options, simulation)
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json("--json", options.json, record)
     print_record(record)

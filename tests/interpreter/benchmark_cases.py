@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from psrl.runtime.attention import AttentionLayout, attend_layout
+from psrl.runtime.attention.cached_layer import CachedBlocks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCALE = 0.004
@@ -51,19 +52,19 @@ def test_the_report_has_the_path_in_place_beside_the_gathered_one(tmp_path, monk
 def test_both_ways_are_one_attention():
     """Equal bits, of outputs and of what is added to the accumulators; dense attention to 1e-5."""
     from attention_forests import Shape, responses
-    from attention_paths import WAYS, CachedBlocks
 
     work, shape = responses(SCALE), Shape(4, 2, 32, 16, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)
     layout = AttentionLayout.build(work.first_S, work.last_S, work.num_tokens)
     blocks = CachedBlocks.random(work.path_len, work.num_blocks, shape)
     assert [x.shape for x in blocks.k] == [(1, 4, 2, 32)] * 4 and blocks.dv[0].shape == (1, 4, 2, 16)
-    q, k, v, grad = shape.inputs(layout.num_queries, work.num_tokens, True)
+    *inputs, grad = shape.inputs(layout.num_queries, work.num_tokens)
+    q, k, v = (x.requires_grad_() for x in inputs)
     results = []
-    for way in WAYS:
+    for attention in (blocks.in_place(layout), blocks.gathered(layout, "triton")):
         for x in (*blocks.dk, *blocks.dv):
             x.zero_()
-        out = blocks.attention(way, layout)(q, k, v)
+        out = attention(q, k, v)
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
         dk, dv = (torch.cat([*(x[0] for x in path), x]) for path, x in ((blocks.dk, dk), (blocks.dv, dv)))
         results.append([out.detach(), dq, dk, dv])
@@ -75,3 +76,19 @@ def test_both_ways_are_one_attention():
     for in_place, gathered, dense in zip(*results, wanted, strict=True):
         assert torch.equal(in_place, gathered)
         torch.testing.assert_close(in_place, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trial_reads_the_path_where_the_model_would():
+    """The same gradients from blocks in place and from a copy; ``sdpa`` only ever has the copy."""
+    from psrl.runtime.attention.cached_layer import LayerShape
+    from psrl.runtime.attention.trial import Fan, run_trial, trial_step
+
+    shape, fan = LayerShape(4, 2, 16, 16, torch.float32, torch.device("cpu")), Fan(20, 0, 2, 7)
+    in_place, gathered, sdpa = (trial_step(*case)() for case in (
+        ("triton", fan, shape, True), ("triton", fan, shape, False), ("sdpa", fan, shape, False)
+    ))  # fmt: skip
+    for one, other, tiles in zip(in_place, gathered, sdpa, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, tiles, rtol=1e-5, atol=1e-5)
+    times = run_trial(("triton", "sdpa"), shape, in_place=True, fans=[fan])
+    assert set(times.seconds) == {"triton", "sdpa"} and not times.refusals

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from psrl.errors import InputError, UnsupportedError
+from psrl.files import cache_dir
 from psrl.models import smollm2
-from psrl.models.cache import cache_dir, cached_folder
+from psrl.models.cache import cached_folder
 from tests.helpers import make_checkpoint
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

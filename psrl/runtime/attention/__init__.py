@@ -3,9 +3,10 @@
 from psrl.runtime.attention.dispatch import attend, attend_layout, resolve_backend
 from psrl.runtime.attention.kept import KEEPING_BACKENDS, KeptAttention, KeptResult
 from psrl.runtime.attention.layout import AttentionLayout
-from psrl.runtime.attention.path_access import PathAccess, path_access
+from psrl.runtime.attention.path_access import IN_PLACE_BACKENDS, PathAccess, path_access
 
 __all__ = [
+    "IN_PLACE_BACKENDS",
     "KEEPING_BACKENDS",
     "AttentionLayout",
     "KeptAttention",

@@ -21,7 +21,7 @@ from psrl.runtime.attention.layout import AttentionLayout
 
 
 def resolve_backend(backend: str, device_type: str) -> str:
-    """The backend that ``auto`` means on a device; any other name is itself.
+    """The backend that ``auto`` means on a device that nothing was measured on; any other name is itself.
 
     Raises:
         ConfigError: ``backend`` is unknown.
@@ -102,7 +102,7 @@ def attend_layout(
             (CUDA; v may have its own head dim), ``flash`` runs variable-length calls of the installed flash-attn
             (CUDA), ``sdpa`` runs tiles on PyTorch's flash kernels (q, k and v padded to one head dim), ``flex`` is
             PyTorch's FlexAttention (forward only on CPU; not deterministic on FlashAttention-4). ``auto`` is
-            ``triton`` on CUDA and ``sdpa`` elsewhere.
+            ``triton`` on CUDA and ``sdpa`` elsewhere; engines measure (``trial``).
         place: where the result is kept for pass 2, or read in pass 2. None: neither.
 
     Raises:

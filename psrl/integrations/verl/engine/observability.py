@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.workers.utils.padding import no_padding_2_padding
 
-from psrl.runtime.attention import resolve_backend
+from psrl.integrations.megatron.backend_choice import BackendChoice
 
 PHASES = ("old_log_prob", "ref", "values", "update", "update_critic")
 
@@ -102,10 +102,10 @@ class EngineProbe:
     def describe(self) -> dict[str, str]:
         """The engine as the startup line has it."""
         config = self._engine.psrl_config
-        backend = config.attention_backend
-        attention = f"{resolve_backend(backend, get_device_name())} (auto)" if backend == "auto" else backend
         if config.enable:
-            attention += f", {self._engine.path_access}"
+            attention = f"{self._engine.attention_choice}, {self._engine.path_access}"
+        else:
+            attention = str(BackendChoice.unmeasured(config.attention_backend, get_device_name()))
         return {
             "sharing": "on" if config.enable else "off",
             "device": get_device_name(),

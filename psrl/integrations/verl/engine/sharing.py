@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer import TransformerConfig
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
@@ -24,6 +25,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from psrl.config import PSRLConfig
 from psrl.cost import KVFootprint
 from psrl.errors import ConfigError
+from psrl.integrations.megatron.backend_choice import BackendChoice, choose_backend
 from psrl.integrations.megatron.budget import agreed_budget
 from psrl.integrations.megatron.host_tier import host_tier
 from psrl.integrations.megatron.layer_spec import number_cache_layers, share_prefixes_in_spec
@@ -39,7 +41,7 @@ from psrl.integrations.verl.engine.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine.mini_batch import BatchReport, LossFunction, MiniBatchRun
 from psrl.integrations.verl.engine.routes import FIELD
 from psrl.integrations.verl.engine.support import check_supported
-from psrl.runtime.attention import KEEPING_BACKENDS, PathAccess, path_access, resolve_backend
+from psrl.runtime.attention import IN_PLACE_BACKENDS, KEEPING_BACKENDS, PathAccess, path_access
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
@@ -66,6 +68,8 @@ class PrefixSharingMixin(_Engine):
     """``forward_only`` of the plans that the last update asked for."""
     last_forward: LastForward | None = None
     """Set by a worker for its engines; None: an engine plans every batch anew."""
+    attention_choice: BackendChoice
+    """Set when the model is built with sharing."""
     chunk_layers: tuple[int, ...] = ()
     """Attention layers of each model chunk of this rank."""
     _output_layer: PostponedOutputLayer | None = None
@@ -92,6 +96,7 @@ class PrefixSharingMixin(_Engine):
             rotate_by_position(chunk)
             if chunk.post_process:
                 self._prepare_output_layer(chunk.get_submodule("output_layer"))
+        self.attention_choice = self._choose_attention(cast(TransformerConfig, chunks[0].config))
         self.chunk_layers = number_cache_layers(chunks)
         self.expert_layers = expert_layers(chunks)
         return module
@@ -100,6 +105,13 @@ class PrefixSharingMixin(_Engine):
         select_output_rows(layer)
         if self.psrl_config.max_logit_rows is not None and not self.is_value_model:
             self._output_layer = PostponedOutputLayer(layer)
+
+    def _choose_attention(self, config: TransformerConfig) -> BackendChoice:
+        """Collective, as building the model is."""
+        device = torch.device(get_device_id()) if get_device_name() == "cuda" else torch.device("cpu")
+        wanted = self.psrl_config.attention_backend
+        in_place = any(self._access_with(backend, config).in_place for backend in IN_PLACE_BACKENDS)
+        return choose_backend(wanted, config, self.param_dtype, device, in_place=in_place)
 
     def _share_prefixes_in_bridge(self) -> None:
         """Both bridges build the model from a layer spec that is asked for late: wrap the question."""
@@ -205,19 +217,21 @@ class PrefixSharingMixin(_Engine):
     @cached_property
     def path_access(self) -> PathAccess:
         """How attention reaches the cached path."""
+        return self._access_with(self.attention_choice.name, self.tf_config)
+
+    def _access_with(self, backend: str, config: TransformerConfig) -> PathAccess:
         return path_access(
-            resolve_backend(self.psrl_config.attention_backend, get_device_name()),
+            backend,
             context_parallel=self.engine_config.context_parallel_size,
-            is_latent=self.tf_config.multi_latent_attention,
+            is_latent=config.multi_latent_attention,
             has_host_tier=bool(self.psrl_config.kv_host_bytes),
         )
 
     @property
     def _keeps_attention(self) -> bool:
         """Whether an update may keep attention's results of the spine between its passes."""
-        backend = resolve_backend(self.psrl_config.attention_backend, get_device_name())
         is_wanted = self.psrl_config.keep_attention and self.sharing_system.keeps_attention
-        return is_wanted and backend in KEEPING_BACKENDS
+        return is_wanted and self.attention_choice.name in KEEPING_BACKENDS
 
     @property
     def has_router_statistics(self) -> bool:
@@ -236,7 +250,7 @@ class PrefixSharingMixin(_Engine):
             plan,
             chunk_layers=self.chunk_layers,
             device=torch.device(get_device_id()),
-            attention_backend=self.psrl_config.attention_backend,
+            attention_backend=self.attention_choice.name,
             path_in_place=self.path_access.in_place and plan.tiers is None,
             token_multiple=token_multiple(self.tf_config),
             router=router,

@@ -1,4 +1,4 @@
-"""Files that an analysis leaves behind. Each appears whole or not at all."""
+"""Files that commands leave behind, each whole or not at all, and the folder of what is made once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def check_targets(targets: Mapping[str, Path | None], inputs: Sequence[Path]) ->
     taken = {path.resolve(): "an input file" for path in inputs}
     for flag, path in targets.items():
         if path is not None:
-            with _reported(flag, path):
+            with reported(flag, path):
                 _check_target(flag, path, taken)
 
 
@@ -46,7 +46,12 @@ def _check_target(flag: str, path: Path, taken: dict[Path, str]) -> None:
 
 
 @contextlib.contextmanager
-def _reported(flag: str, path: Path) -> Iterator[None]:
+def reported(flag: str, path: Path) -> Generator[None]:
+    """Around what writes ``path``, which a user named by ``flag``.
+
+    Raises:
+        InputError: an ``OSError`` of the body.
+    """
     try:
         yield
     except OSError as error:
@@ -63,23 +68,46 @@ def write_json(flag: str, path: Path, values: Any) -> None:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write or replace a text file, UTF-8. Half a surrogate pair, as of a file name that is no text, is escaped.
+    """Write or replace a text file as ``staged_text`` does.
 
     Raises:
         InputError: the file cannot be written; names the flag.
     """
-    with _reported(flag, path):
-        if path.exists() and not path.is_file():  # a pipe or a device: nothing to replace
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-            return
-        descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=".psrl.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+    with reported(flag, path), staged_text(path, text):
+        pass
+
+
+@contextlib.contextmanager
+def staged_text(path: Path, text: str) -> Generator[None]:
+    """Write the file beside its place, and move it there if the body succeeds: one result does not come alone.
+
+    UTF-8; half a surrogate pair, as of a file name that is no text, is escaped. Raises what writing raises.
+    """
+    if path.exists() and not path.is_file():  # a pipe or a device: nothing to replace
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        yield
+        return
+    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+        os.chmod(name, 0o666 & ~umask())
+        yield
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def cache_dir() -> Path:
+    """``PSRL_CACHE``, else ``$XDG_CACHE_HOME/psrl``, else ``~/.cache/psrl``. Not created here."""
+    if value := os.environ.get("PSRL_CACHE"):
+        return Path(value).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "psrl"

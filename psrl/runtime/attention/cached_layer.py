@@ -1,7 +1,9 @@
-"""Attention of one layer to a cached path in blocks: read where it is, or gathered in front of the local keys.
+"""Attention of one layer to a cached path in blocks, on made-up numbers: for measurements.
 
-Shape legend: T queries, S keys, P path keys, L local keys, n keys of a block, N query heads, K key/value heads, H head
-dim of q and k, W of v.
+The path is read where it is, or gathered in front of the local keys, as a layer of a model does.
+
+Shape legend: T queries, S keys, L local keys, n keys of a block, N query heads, K key/value heads, H head dim of q and
+k, W of v.
 """
 
 from __future__ import annotations
@@ -13,17 +15,39 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from attention_forests import Shape
 from torch import Tensor
 
 from psrl.cache import accumulator_dtype
 from psrl.errors import UnsupportedError
-from psrl.runtime.attention import AttentionLayout, attend_layout
+from psrl.runtime.attention.dispatch import attend_layout
+from psrl.runtime.attention.layout import AttentionLayout
 
 if TYPE_CHECKING:  # importing it imports Triton
     from psrl.runtime.attention.triton import CachedPath, PathGrads
 
-WAYS = ("in_place", "gathered")
+
+class LayerShape(NamedTuple):
+    """Of one rank's attention in one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def inputs(self, num_queries: int, num_keys: int, generator: torch.Generator | None = None) -> list[Tensor]:
+        """Normal q [T, N, H], k [S, K, H], v [S, K, W] and output gradient [T, N, W]; no leaf asks for gradients."""
+        shapes = [
+            (num_queries, self.num_heads, self.head_dim),
+            (num_keys, self.num_kv_heads, self.head_dim),
+            (num_keys, self.num_kv_heads, self.v_head_dim),
+            (num_queries, self.num_heads, self.v_head_dim),
+        ]
+        return [self.normal(shape, generator) for shape in shapes]
+
+    def normal(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype, generator=generator)
 
 
 class CachedBlocks(NamedTuple):
@@ -35,40 +59,45 @@ class CachedBlocks(NamedTuple):
     dv: list[Tensor]
 
     @classmethod
-    def random(cls, path_len: int, num_blocks: int, shape: Shape) -> CachedBlocks:
+    def random(
+        cls, path_len: int, num_blocks: int, shape: LayerShape, generator: torch.Generator | None = None
+    ) -> CachedBlocks:
         """Normal keys and values of ``path_len`` tokens in blocks of about equal size; accumulators of zeros."""
         bounds = [path_len * block // num_blocks for block in range(num_blocks + 1)]
         sizes = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
 
         def blocks(head_dim: int) -> list[Tensor]:
-            rows = [(1, size, shape.num_kv_heads, head_dim) for size in sizes]
-            return [torch.randn(row, device=shape.device, dtype=shape.dtype) for row in rows]
+            return [shape.normal((1, size, shape.num_kv_heads, head_dim), generator) for size in sizes]
 
         k, v = blocks(shape.head_dim), blocks(shape.v_head_dim)
         accumulators = [[torch.zeros_like(x, dtype=accumulator_dtype(x.dtype)) for x in part] for part in (k, v)]
         return cls(k, v, *accumulators)
 
-    def attention(self, way: str, layout: AttentionLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """[T, N, W] of q [T, N, H] and local k [L, K, H] and v [L, K, W]. A backward adds to the accumulators.
+    def in_place(self, layout: AttentionLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """[T, N, W] of q [T, N, H] and local k [L, K, H] and v [L, K, W], by Triton kernels that read the blocks and
+        add to the accumulators.
 
-        In place, the tables of row addresses are built here: a micro-batch builds them once for all layers.
+        The tables of row addresses are built here: a micro-batch builds them once for all layers.
 
         Raises:
             UnsupportedError: Triton is not installed.
         """
         if importlib.util.find_spec("triton") is None:
             raise UnsupportedError("needs Triton")
-        if way == "gathered":
-            return functools.partial(self._gathered, layout)
         from psrl.runtime.attention.triton import CachedPath, PathGrads
 
         path, grads = CachedPath.build(self.k, self.v), PathGrads.build(self.dk, self.dv)
         # Bound to the blocks, which have to stay as long as the tables of their addresses.
         return functools.partial(self._in_place, layout, path, grads)
 
-    def _gathered(self, layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_SKH, v_SKW = _Gather.apply(k, v, self)
-        return attend_layout(q, k_SKH, v_SKW, layout, backend="triton")
+    def gathered(self, layout: AttentionLayout, backend: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """``in_place`` on a copy of the path, by any backend; the path's gradients are added afterwards."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_SKH, v_SKW = _Gather.apply(k, v, self)
+            return attend_layout(q, k_SKH, v_SKW, layout, backend=backend)
+
+        return run
 
     def _in_place(
         self, layout: AttentionLayout, path: CachedPath, grads: PathGrads, q: Tensor, k: Tensor, v: Tensor

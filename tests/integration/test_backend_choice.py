@@ -1,0 +1,185 @@
+"""``psrl.attention_backend=auto`` on a GPU: measured once, remembered, and the same on all ranks.
+
+What is measured here runs on the CPU; which backend wins there is a matter of the machine and asserted nowhere.
+"""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from psrl.errors import ConfigError, UnsupportedError
+from psrl.integrations.megatron import backend_choice
+from psrl.integrations.megatron.backend_choice import (
+    BackendChoice,
+    agreed_choice,
+    choice_of,
+    choose_backend,
+    layer_shape,
+    measured_choice,
+)
+from psrl.runtime.attention.cached_layer import LayerShape
+from psrl.runtime.attention.trial import Fan, TrialTimes, run_trial, trial_step
+from tests.helpers.ranks import RankPool
+
+CPU = torch.device("cpu")
+SHAPE = LayerShape(4, 2, 16, 16, torch.float32, CPU)
+FANS = (Fan(path=0, trunk=12, num_branches=3, branch=5), Fan(path=20, trunk=0, num_branches=2, branch=7))
+CANDIDATES = ("triton", "flash", "sdpa")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PSRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "attention"
+
+
+def times(**seconds):
+    return TrialTimes(seconds, {name: "not here" for name in CANDIDATES if name not in seconds})
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        (times(triton=1.0, flash=2.0, sdpa=3.5),
+         "triton (auto, measured, flash takes 2.00x its time, sdpa takes 3.50x its time)"),
+        (times(triton=2.0, flash=1.0), "flash (auto, measured, triton takes 2.00x its time, sdpa cannot run)"),
+        # Within five per cent it is the one that copies nothing.
+        (times(triton=1.04, flash=1.0), "triton (auto, measured, flash takes 0.96x its time, sdpa cannot run)"),
+        (times(triton=1.06, flash=1.0), "flash (auto, measured, triton takes 1.06x its time, sdpa cannot run)"),
+        (times(sdpa=9.0), "sdpa (auto, measured, triton cannot run, flash cannot run)"),
+    ],
+)  # fmt: skip
+def test_the_fastest_is_chosen(measured, says):
+    assert str(choice_of(measured, CANDIDATES)) == says
+
+
+def test_a_model_that_nothing_runs_is_refused():
+    with pytest.raises(UnsupportedError, match="no attention backend runs this model here: triton: not here; flash: "):
+        choice_of(times(), CANDIDATES)
+
+
+def test_only_auto_on_cuda_is_measured(monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(backend_choice, "run_trial", never)
+    config = None  # not looked at
+    assert str(choose_backend("auto", config, torch.float32, CPU, in_place=True)) == "sdpa (auto)"
+    cuda = torch.device("cuda")
+    assert str(choose_backend("flex", config, torch.bfloat16, cuda, in_place=True)) == "flex"
+    with pytest.raises(ConfigError, match=r"psrl\.attention_backend must be one of auto, "):
+        choose_backend("fast", config, torch.bfloat16, cuda, in_place=True)
+
+
+def test_backends_take_turns_and_medians_are_added():
+    asked = []
+
+    def seconds_of(run):
+        run()
+        asked.append(run)
+        return [9.0, 1.0, 2.0, 3.0, 0.0][(len(asked) - 1) // 2 % 5] + 10.0 * ((len(asked) - 1) % 2)
+
+    got = run_trial(("reference", "sdpa", "triton"), SHAPE, in_place=False, fans=FANS, seconds_of=seconds_of)
+    assert got.seconds == {"reference": 2.0 + 2.0, "sdpa": 12.0 + 12.0}
+    assert list(got.refusals) == ["triton"] and "runs on cuda" in got.refusals["triton"]
+    assert len(asked) == 2 * 2 * 5 and asked[0] is asked[2] is not asked[1]
+
+
+def test_backends_compute_the_same_attention_of_a_stand_in():
+    """What is timed is attention under the fan's mask, forward and backward, by every backend alike."""
+    for fan in FANS:
+        dense, tiles = (trial_step(name, fan, SHAPE, False)() for name in ("reference", "sdpa"))
+        assert [x.shape for x in dense] == [(fan.num_local, 4, 16), *[(fan.num_local, 2, 16)] * 2]
+        for x, y in zip(dense, tiles, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    # Two branches of 7 on a path of 20: each sees the path and itself.
+    assert FANS[1].layout().visible_pairs == 14 * 20 + 2 * (7 * 8 // 2)
+    assert FANS[0].layout().visible_pairs == 12 * 13 // 2 + 15 * 12 + 3 * (5 * 6 // 2)
+
+
+def test_a_trial_leaves_random_numbers_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    run_trial(("sdpa",), SHAPE, in_place=False, fans=FANS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def measured(monkeypatch, seconds, **changes):
+    """The choice, and how often it was measured."""
+    runs = []
+    monkeypatch.setattr(backend_choice, "run_trial", lambda *args, **kwargs: runs.append(args) or seconds)
+    return measured_choice(SHAPE._replace(**changes), False, CANDIDATES), len(runs)
+
+
+def test_a_measurement_is_remembered_for_its_kind(monkeypatch, cache):
+    assert measured(monkeypatch, times(triton=3.0, sdpa=1.0)) == (
+        ("sdpa", "auto, measured, triton takes 3.00x its time, flash cannot run"), 1,
+    )  # fmt: skip
+    (file,) = cache.iterdir()
+    assert file.name == "cpu-float32-4-2-16-16-gathered.json"
+    assert measured(monkeypatch, times(triton=1.0))[0].name == "sdpa"  # read, not measured
+    assert measured(monkeypatch, times(triton=1.0), num_heads=8) == (
+        ("triton", "auto, measured, flash cannot run, sdpa cannot run"), 1,
+    )  # fmt: skip
+    record = json.loads(file.read_text())
+    assert record["kind"]["versions"]["torch"] == torch.__version__
+    record["kind"]["versions"]["torch"] = "1.0"
+    file.write_text(json.dumps(record))
+    assert measured(monkeypatch, times(flash=1.0))[0].name == "flash"  # other versions
+    assert measured(monkeypatch, times(triton=1.0)) == (
+        ("flash", "auto, measured, triton cannot run, sdpa cannot run"), 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"seconds": 1, "refusals": {}}', ""])
+def test_a_broken_record_is_measured_again_and_said(monkeypatch, cache, caplog, text):
+    measured(monkeypatch, times(sdpa=1.0))
+    (file,) = cache.iterdir()
+    file.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert measured(monkeypatch, times(flash=1.0))[1] == 1
+    assert f"{file} is not a measurement of attention" in caplog.text
+    assert json.loads(file.read_text())["seconds"] == {"flash": 1.0}
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PSRL_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert measured(monkeypatch, times(sdpa=1.0))[0].name == "sdpa"
+    assert "attention is measured at every start; set PSRL_CACHE" in caplog.text
+
+
+def test_the_layer_of_a_rank():
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 64, "tensor_model_parallel_size": 2}
+    config = TransformerConfig(num_attention_heads=8, num_query_groups=4, kv_channels=32, **sizes)
+    assert layer_shape(config, torch.bfloat16, CPU) == (4, 2, 32, 32, torch.bfloat16, CPU)
+    latent = MLATransformerConfig(num_attention_heads=8, qk_head_dim=48, qk_pos_emb_head_dim=16, v_head_dim=40, **sizes)
+    assert layer_shape(latent, torch.bfloat16, CPU) == (4, 4, 64, 40, torch.bfloat16, CPU)
+
+
+def _choice_on_rank(fails: bool) -> str:
+    rank = torch.distributed.get_rank()
+
+    def measure() -> BackendChoice:
+        assert rank == 0, "only rank 0 measures"
+        return choice_of(TrialTimes({}, {"triton": "no GPU"}) if fails else times(flash=1.0), CANDIDATES)
+
+    try:
+        return str(agreed_choice(measure))
+    except UnsupportedError as error:
+        return f"raised {error}"
+
+
+def test_ranks_agree(tmp_path):
+    pool = RankPool(2, tmp_path)
+    try:
+        assert pool.run(_choice_on_rank, False) == ["flash (auto, measured, triton cannot run, sdpa cannot run)"] * 2
+        wanted = "raised no attention backend runs this model here: triton: no GPU"
+        assert pool.run(_choice_on_rank, True) == [wanted] * 2
+    finally:
+        pool.close()
