@@ -15,6 +15,7 @@ run on a copy whose gradients are added afterwards. Their ratio is ``*_over_gath
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -143,6 +144,18 @@ def measure(backend: str, work: Workload, shape: Shape, repeats: int) -> dict[st
     return row
 
 
+def tiles_of(shape: Shape, is_default: bool) -> str:
+    """Which tiles the Triton kernels run from now on: those that ``psrl tune`` has measured here, or the default."""
+    if not is_default and importlib.util.find_spec("triton") is not None:
+        from psrl.runtime.attention.triton.configs import use_tiles
+        from psrl.runtime.attention.triton.tuning import remembered_tiles
+
+        if (tiles := remembered_tiles(shape)) is not None:
+            use_tiles(shape.head_dim, shape.v_head_dim, shape.dtype, tiles)
+            return str(tiles)
+    return "default"
+
+
 def add_ratios(rows: dict[str, dict[str, Any]]) -> None:
     """Of the forward pass, and of forward and backward: speed-up over ``unshared`` and share of its TFLOP/s; of
     ``in_place`` its speed-up over ``gathered``."""
@@ -183,6 +196,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, help="write the report as JSON")
+    parser.add_argument("--default-tiles", action="store_true", help="whatever psrl tune has measured")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device: run on a GPU node, or with --device cpu --scale 0.05")
@@ -195,6 +209,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
+        "tiles": tiles_of(shape, options.default_tiles),
         "options": {name: str(value) for name, value in vars(options).items()},
         "workloads": {},
     }

@@ -51,8 +51,14 @@ def write_report(session: Mapping[str, Any], out: Path) -> None:
     results = {name: part["result"] for name, part in session["parts"].items() if part["result"] is not None}
     if "doctor" in results:
         text += ["## Doctor", _doctor(results["doctor"])]
+    if "tune" in results:
+        text += ["## Tiles", "```\n" + "\n".join(results["tune"]) + "\n```"]
     if "attention" in results:
-        text += ["## Attention", f"{results['attention']['device']}, torch {results['attention']['torch']}."]
+        text += [
+            "## Attention",
+            f"{results['attention']['device']}, torch {results['attention']['torch']}, "
+            f"tiles: {results['attention']['tiles']}.",
+        ]
         text += [_attention(results["attention"]), _paths(results["attention"])]
     if "step" in results:
         runs = [Run(name, record, False, "speedup") for name, record in results["step"]["runs"].items()]

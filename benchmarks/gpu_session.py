@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Everything that a GPU has to show, in one command: doctor, tests, attention kernels, whole phases; one report.
+"""Everything that a GPU has to show, in one command: doctor, tests, tiles, attention kernels, phases; one report.
 
     python benchmarks/gpu_session.py TRACE... --tokenizer qwen.tiktoken --out outputs/gpu       # on a GPU node
     python benchmarks/gpu_session.py --cpu --out outputs/gpu_toy                                # toy sizes, without one
@@ -26,6 +26,7 @@ from typing import Any
 from gpu_report import targets_of, write_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PARTS = ("doctor", "tests", "tune", "attention", "step")
 TOY_ATTENTION = ["--device", "cpu", "--dtype", "float32", "--scale", "0.01", "--heads", "2", "1", "--head-dim", "16",
                  "--repeats", "2"]  # fmt: skip
 TOY_STEP = ["--model", "tiny", "--max-tokens", "64", "--repeat", "1"]
@@ -71,6 +72,10 @@ def read_json(name: str) -> Callable[[Path], Any]:
     return lambda out: json.loads((out / name).read_text())
 
 
+def read_lines(name: str) -> Callable[[Path], list[str]]:
+    return lambda out: (out / name).read_text().splitlines()
+
+
 def read_tests(needs_gpu: bool) -> Callable[[Path], dict[str, Any]]:
     """Counts of a pytest run. With a GPU, one in which no test ran is a failure."""
 
@@ -94,12 +99,14 @@ def parts_of(args: argparse.Namespace, out: Path) -> list[Part]:
     else:
         step += ["--model", args.model, "--limit", str(args.limit), "--max-tokens", str(args.max_tokens)]
         step += ["--repeat", str(args.repeat)]
+    tune = Part("tune", [python, "-m", "psrl.cli.main", "tune", args.model], read_lines("tune.log"))
     step += ["--tokenizer", args.tokenizer]
     if args.textworld:
         step += ["--textworld", str(args.textworld)]
     return [
         Part("doctor", [python, "-m", "psrl.cli.main", "doctor", "--json"], read_json("doctor.log")),
         Part("tests", tests, read_tests(needs_gpu=not args.cpu)),
+        *([] if args.cpu else [tune]),
         Part("attention", attention, read_json("attention.json")),
         Part("step", step, read_json("step.json")),
     ]
@@ -126,8 +133,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--textworld", type=int, metavar="GAMES", help="generate traces, instead or besides")
     parser.add_argument("--out", type=Path, required=True, help="folder for everything; made if absent")
     parser.add_argument("--cpu", action="store_true", help="toy sizes on the CPU, to see that the session works")
-    parser.add_argument("--parts", nargs="+", choices=("doctor", "tests", "attention", "step"), help="only these")
-    parser.add_argument("--model", default="qwen2.5-1.5b", help="as benchmarks/step.py")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("doctor", "tests", "tune", "attention", "step"), help="only these"
+    )
+    parser.add_argument("--model", default="qwen2.5-1.5b", help="of the parts tune and step")
     parser.add_argument("--tokenizer", default="bytes", help="as benchmarks/step.py")
     parser.add_argument("--max-tokens", type=int, default=8192, help="as benchmarks/step.py")
     parser.add_argument("--limit", type=int, default=8, help="as benchmarks/step.py")
@@ -138,6 +147,8 @@ def _arguments() -> argparse.Namespace:
     has_step = args.parts is None or "step" in args.parts
     if has_step and not args.cpu and not args.traces and not args.textworld:
         parser.error("name a TRACE, or --textworld GAMES to generate some")
+    if args.cpu and args.parts and "tune" in args.parts:
+        parser.error("tune needs a GPU")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the report needs matplotlib: pip install 'psrl[plots]'")
     args.traces = [trace.absolute() for trace in args.traces]

@@ -41,9 +41,13 @@ def prepare(out: Path, seed: int) -> Path:
     return model
 
 
-def job(model: Path, num_steps: int, side: str) -> list[str]:
+def job(model: Path, num_steps: int, side: str, dtype: str) -> list[str]:
     """Overrides of ``configs/cpu_quickstart.yaml``."""
     return [
+        *(
+            f"actor_rollout_ref.{part}={dtype}"
+            for part in ("actor.megatron.dtype", "ref.megatron.dtype", "rollout.dtype")
+        ),
         f"actor_rollout_ref.model.path={model}",
         f"psrl.enable={'true' if side == 'on' else 'false'}",
         "psrl.poll_seconds=0.1",
@@ -98,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = commands.add_parser("run", help="prepare what is absent, run both jobs, print the table")
     run.add_argument("--out", type=Path, required=True, help="folder for everything that is made")
     run.add_argument("--steps", type=int, default=100, help="training steps of a job (default 100)")
+    run.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of training and rollouts")
     run.add_argument("--sides", choices=list(SIDES), nargs="+", default=list(SIDES), help="jobs to run (default both)")
     run.add_argument("--seed", type=int, default=0, help="of games, plays and warm-up (default 0)")
     show = commands.add_parser("plot", help="print the table and draw the curves of what `run` left")
@@ -108,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.command == "run":
         model = prepare(out, options.seed)
         for side in options.sides:
-            run_job(out, side, job(model, options.steps, side))
+            run_job(out, side, job(model, options.steps, side, options.dtype))
     curves = {side: read_steps(out / f"{side}.jsonl") for side in SIDES if (out / f"{side}.jsonl").is_file()}
     print(table(curves, size=10))
     if options.command == "plot":

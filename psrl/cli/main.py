@@ -23,6 +23,7 @@ try:
     from psrl.cli.sft import sft
     from psrl.cli.simulate import simulate
     from psrl.cli.train import train
+    from psrl.cli.tune import tune
 except KeyboardInterrupt:  # before there is a command line to handle it
     print("psrl: interrupted", file=sys.stderr)
     sys.exit(130)
@@ -60,6 +61,7 @@ app.command()(replay)
 app.command()(sft)
 app.command()(simulate)
 app.command()(train)
+app.command()(tune)
 
 if __name__ == "__main__":
     app()

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from psrl.config import ATTENTION_BACKENDS
 from psrl.doctor.finding import Finding, State
 from psrl.errors import UnsupportedError
-from psrl.integrations.megatron.backend_choice import measured_choice
 from psrl.runtime.attention import AttentionLayout, attend_layout, path_access, resolve_backend
-from psrl.runtime.attention.cached_layer import LayerShape
+from psrl.runtime.attention.records import device_name, records_folder, slug
 from psrl.runtime.attention.trial import Fan
 
 _DEVICES, _BACKENDS = "devices", "attention backends"
@@ -53,7 +52,7 @@ def check_backends() -> Iterator[Finding]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     default = resolve_backend("auto", device)
     if device == "cuda":
-        yield _measured_default(dtype)
+        yield _measurements(torch.device(device, 0))
     for backend in ATTENTION_BACKENDS:
         if backend in ("auto", "reference"):
             continue
@@ -82,14 +81,14 @@ def check_backends() -> Iterator[Finding]:
             yield Finding(_BACKENDS, name, State.WRONG, detail, "do not use it; report it with this output")
 
 
-def _measured_default(dtype: torch.dtype) -> Finding:
-    """What ``auto`` is for a common layer on the first GPU; of a model, its engine asks when it starts."""
-    shape = LayerShape(12, 2, 128, 128, dtype, torch.device("cuda", 0))
-    try:
-        choice = measured_choice(shape, in_place=True)
-    except UnsupportedError as refusal:
-        return Finding(_BACKENDS, "auto", State.WRONG, str(refusal), "set psrl.attention_backend to one that runs")
-    return Finding(_BACKENDS, "auto", State.OK, f"{choice}, for 12 query and 2 key/value heads of 128 in {dtype}")
+def _measurements(device: torch.device) -> Finding:
+    """What ``auto`` and the Triton kernels' tiles go by."""
+    name, folder = device_name(device), records_folder()
+    found = [path.stem for path in sorted(folder.glob("*.json")) if slug(name) in path.stem]
+    detail = f"auto is measured when a job starts; on {name} so far: {', '.join(found) or 'nothing'} (in {folder})"
+    if any(stem.startswith("tiles") for stem in found):
+        return Finding(_BACKENDS, "measured", State.OK, detail)
+    return Finding(_BACKENDS, "measured", State.ABSENT, f"{detail}; tiles are the default", "psrl tune MODEL")
 
 
 def backend_error(backend: str, device: str, dtype: torch.dtype) -> float:

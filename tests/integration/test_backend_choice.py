@@ -5,10 +5,12 @@ What is measured here runs on the CPU; which backend wins there is a matter of t
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
+from psrl.cost import LatentShape, ModelShape
 from psrl.errors import ConfigError, UnsupportedError
 from psrl.integrations.megatron import backend_choice
 from psrl.integrations.megatron.backend_choice import (
@@ -16,23 +18,32 @@ from psrl.integrations.megatron.backend_choice import (
     agreed_choice,
     choice_of,
     choose_backend,
-    layer_shape,
     measured_choice,
 )
+from psrl.runtime.attention import records
 from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.trial import Fan, TrialTimes, run_trial, trial_step
+from psrl.runtime.attention.triton import tuning
+from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(4, 2, 16, 16, torch.float32, CPU)
 FANS = (Fan(path=0, trunk=12, num_branches=3, branch=5), Fan(path=20, trunk=0, num_branches=2, branch=7))
 CANDIDATES = ("triton", "flash", "sdpa")
+TILES = KernelConfig(BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 2), BlockSizes(64, 64, 8, 3), "ieee")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PSRL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "attention"
+
+
+@pytest.fixture
+def tiles():
+    yield TILES
+    use_tiles(16, 16, torch.float32, None)
 
 
 def times(**seconds):
@@ -60,17 +71,17 @@ def test_a_model_that_nothing_runs_is_refused():
         choice_of(times(), CANDIDATES)
 
 
-def test_only_auto_on_cuda_is_measured(monkeypatch):
+def test_what_is_not_auto_on_cuda_is_not_measured(monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("measured")
 
     monkeypatch.setattr(backend_choice, "run_trial", never)
-    config = None  # not looked at
-    assert str(choose_backend("auto", config, torch.float32, CPU, in_place=True)) == "sdpa (auto)"
-    cuda = torch.device("cuda")
-    assert str(choose_backend("flex", config, torch.bfloat16, cuda, in_place=True)) == "flex"
+    monkeypatch.setattr(records, "device_name", lambda device: "GPU sm_90")
+    on_gpu = SHAPE._replace(device=torch.device("cuda"))
+    assert str(choose_backend("auto", SHAPE, in_place=True)) == "sdpa (auto)"
+    assert str(choose_backend("flex", on_gpu, in_place=True)) == "flex"
     with pytest.raises(ConfigError, match=r"psrl\.attention_backend must be one of auto, "):
-        choose_backend("fast", config, torch.bfloat16, cuda, in_place=True)
+        choose_backend("fast", on_gpu, in_place=True)
 
 
 def test_backends_take_turns_and_medians_are_added():
@@ -106,60 +117,75 @@ def test_a_trial_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def measured(monkeypatch, seconds, **changes):
-    """The choice, and how often it was measured."""
+def measured(monkeypatch, seconds, tiles=None, **changes):
+    """The choice as text, and how often it was measured."""
     runs = []
     monkeypatch.setattr(backend_choice, "run_trial", lambda *args, **kwargs: runs.append(args) or seconds)
-    return measured_choice(SHAPE._replace(**changes), False, CANDIDATES), len(runs)
+    choice = measured_choice(SHAPE._replace(**changes), False, tiles, CANDIDATES)
+    return str(choice).replace("auto, measured, ", ""), len(runs)
 
 
 def test_a_measurement_is_remembered_for_its_kind(monkeypatch, cache):
-    assert measured(monkeypatch, times(triton=3.0, sdpa=1.0)) == (
-        ("sdpa", "auto, measured, triton takes 3.00x its time, flash cannot run"), 1,
-    )  # fmt: skip
+    took_thrice = "sdpa (triton takes 3.00x its time, flash cannot run)"
+    assert measured(monkeypatch, times(triton=3.0, sdpa=1.0)) == (took_thrice, 1)
     (file,) = cache.iterdir()
-    assert file.name == "cpu-float32-4-2-16-16-gathered.json"
-    assert measured(monkeypatch, times(triton=1.0))[0].name == "sdpa"  # read, not measured
-    assert measured(monkeypatch, times(triton=1.0), num_heads=8) == (
-        ("triton", "auto, measured, flash cannot run, sdpa cannot run"), 1,
-    )  # fmt: skip
+    assert file.name == "backends-cpu-float32-16-16-4-2-gathered.json"
+    assert measured(monkeypatch, times(triton=1.0)) == (took_thrice, 0)
+    triton_only = "triton (flash cannot run, sdpa cannot run)"
+    assert measured(monkeypatch, times(triton=1.0), num_heads=8) == (triton_only, 1)
     record = json.loads(file.read_text())
-    assert record["kind"]["versions"]["torch"] == torch.__version__
-    record["kind"]["versions"]["torch"] = "1.0"
+    assert record["kind"]["with"]["torch"] == torch.__version__
+    record["kind"]["with"]["torch"] = "1.0"
     file.write_text(json.dumps(record))
-    assert measured(monkeypatch, times(flash=1.0))[0].name == "flash"  # other versions
-    assert measured(monkeypatch, times(triton=1.0)) == (
-        ("flash", "auto, measured, triton cannot run, sdpa cannot run"), 0,
-    )  # fmt: skip
+    flash_only = "flash (triton cannot run, sdpa cannot run)"
+    assert measured(monkeypatch, times(flash=1.0)) == (flash_only, 1)
+    assert measured(monkeypatch, times(triton=1.0)) == (flash_only, 0)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"seconds": 1, "refusals": {}}', ""])
+def test_other_tiles_are_measured_anew(monkeypatch, tiles):
+    flash_wins = times(triton=2.0, flash=1.0)
+    assert measured(monkeypatch, flash_wins)[1] == 1
+    text = "triton (flash takes 2.00x its time, sdpa cannot run; tuned tiles)"
+    assert measured(monkeypatch, times(triton=1.0, flash=2.0), tiles) == (text, 1)
+    assert measured(monkeypatch, flash_wins, tiles) == (text, 0)
+    assert kernel_config(16, 16, torch.float32, 9) == tiles  # what the trial ran
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"values": 1}', "", "null"])
 def test_a_broken_record_is_measured_again_and_said(monkeypatch, cache, caplog, text):
     measured(monkeypatch, times(sdpa=1.0))
     (file,) = cache.iterdir()
     file.write_text(text)
     with caplog.at_level(logging.WARNING):
         assert measured(monkeypatch, times(flash=1.0))[1] == 1
-    assert f"{file} is not a measurement of attention" in caplog.text
-    assert json.loads(file.read_text())["seconds"] == {"flash": 1.0}
+    assert f"{file} is no measurement of attention" in caplog.text
+    assert json.loads(file.read_text())["values"]["seconds"] == {"flash": 1.0}
 
 
 def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("PSRL_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        assert measured(monkeypatch, times(sdpa=1.0))[0].name == "sdpa"
-    assert "attention is measured at every start; set PSRL_CACHE" in caplog.text
+        assert measured(monkeypatch, times(sdpa=1.0))[1] == 1
+    assert "it is measured at every start; set PSRL_CACHE" in caplog.text
 
 
 def test_the_layer_of_a_rank():
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    model = ModelShape(2, 64, num_heads=8, num_kv_heads=1, head_dim=32, ffn_size=64, output_size=9)
+    assert LayerShape.of_model(model, 2, torch.bfloat16, CPU) == (4, 1, 32, 32, torch.bfloat16, CPU)
+    latent = replace(model, latent=LatentShape(0, 512, plain_dim=48, rotary_dim=16, value_dim=40))
+    assert LayerShape.of_model(latent, 2, torch.bfloat16, CPU) == (4, 4, 64, 40, torch.bfloat16, CPU)
 
-    sizes = {"num_layers": 2, "hidden_size": 64, "tensor_model_parallel_size": 2}
-    config = TransformerConfig(num_attention_heads=8, num_query_groups=4, kv_channels=32, **sizes)
-    assert layer_shape(config, torch.bfloat16, CPU) == (4, 2, 32, 32, torch.bfloat16, CPU)
-    latent = MLATransformerConfig(num_attention_heads=8, qk_head_dim=48, qk_pos_emb_head_dim=16, v_head_dim=40, **sizes)
-    assert layer_shape(latent, torch.bfloat16, CPU) == (4, 4, 64, 40, torch.bfloat16, CPU)
+
+def test_tiles_survive_the_record(monkeypatch, tiles, cache):
+    assert tuning.remembered_tiles(SHAPE) is None
+    tuning.remember_tiles(SHAPE, tiles)
+    assert [file.name for file in cache.iterdir()] == ["tiles-cpu-float32-16-16.json"]
+    assert tuning.remembered_tiles(SHAPE) == tiles
+    assert tuning.remembered_tiles(SHAPE._replace(num_heads=32)) == tiles  # keyed on head dims and dtype only
+    assert tuning.remembered_tiles(SHAPE._replace(head_dim=32)) is None
+    monkeypatch.setattr(torch, "__version__", "99")
+    assert tuning.remembered_tiles(SHAPE) is None
 
 
 def _choice_on_rank(fails: bool) -> str:
@@ -167,10 +193,13 @@ def _choice_on_rank(fails: bool) -> str:
 
     def measure() -> BackendChoice:
         assert rank == 0, "only rank 0 measures"
-        return choice_of(TrialTimes({}, {"triton": "no GPU"}) if fails else times(flash=1.0), CANDIDATES)
+        choice = choice_of(TrialTimes({}, {"triton": "no GPU"}) if fails else times(triton=1.0), CANDIDATES)
+        return choice._replace(tiles=TILES)
 
     try:
-        return str(agreed_choice(measure))
+        choice = agreed_choice(measure, SHAPE)
+        assert kernel_config(16, 16, torch.float32, 9) == TILES
+        return str(choice)
     except UnsupportedError as error:
         return f"raised {error}"
 
@@ -178,7 +207,10 @@ def _choice_on_rank(fails: bool) -> str:
 def test_ranks_agree(tmp_path):
     pool = RankPool(2, tmp_path)
     try:
-        assert pool.run(_choice_on_rank, False) == ["flash (auto, measured, triton cannot run, sdpa cannot run)"] * 2
+        assert (
+            pool.run(_choice_on_rank, False)
+            == ["triton (auto, measured, flash cannot run, sdpa cannot run; tuned tiles)"] * 2
+        )
         wanted = "raised no attention backend runs this model here: triton: no GPU"
         assert pool.run(_choice_on_rank, True) == [wanted] * 2
     finally:

@@ -90,5 +90,103 @@ def test_a_trial_reads_the_path_where_the_model_would():
     for one, other, tiles in zip(in_place, gathered, sdpa, strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, tiles, rtol=1e-5, atol=1e-5)
-    times = run_trial(("triton", "sdpa"), shape, in_place=True, fans=[fan])
+    times = run_trial(("triton", "sdpa"), shape, in_place=True, fans=[fan], seconds_of=lambda run: 1.0)
     assert set(times.seconds) == {"triton", "sdpa"} and not times.refusals
+
+
+def test_tiles_are_tuned_one_kernel_after_the_other(monkeypatch):
+    """The fastest wins where it gains enough; what does not fit is left out; the default is back afterwards."""
+    from triton.runtime.errors import OutOfResources
+
+    from psrl.runtime.attention.cached_layer import LayerShape
+    from psrl.runtime.attention.trial import Fan
+    from psrl.runtime.attention.triton import backend, configs, tuning
+    from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig
+
+    shape, fans = LayerShape(2, 1, 16, 16, torch.float32, torch.device("cpu")), [Fan(9, 0, 2, 4), Fan(0, 3, 1, 2)]
+    key = 16, 16, torch.float32
+    default = configs.kernel_config(*key, 9)
+    assert default == KernelConfig(BlockSizes(64, 32, 8, 1), BlockSizes(64, 32, 8, 1), BlockSizes(32, 64, 8, 1), "ieee")
+    monkeypatch.setattr(backend, "kernel_config", configs.kernel_config)
+
+    def seconds_of(run):
+        tiles = configs.kernel_config(*key, 9)
+        forward = {(32, 32, 4, 1): 0.3, (64, 16, 8, 1): 0.4}
+        return 1.0 - forward.get(tuple(tiles.forward), 0.0) - {(64, 64, 8, 1): 0.005}.get(tuple(tiles.dq), 0.0)
+
+    launches = backend.forward_launches
+
+    def fits(*args):
+        if args[-1].forward == BlockSizes(64, 16, 8, 1):
+            raise OutOfResources(300, 227, "shared memory")
+        return launches(*args)
+
+    monkeypatch.setattr(backend, "forward_launches", fits)
+    noted = []
+    tuning_result = tuning.tune_tiles(shape, fans, seconds_of, noted.append)
+    assert tuning_result.tiles == default._replace(forward=BlockSizes(32, 32, 4, 1))  # a gain of 0.5 % is none
+    assert tuple(noted) == tuning_result.tried
+    forward = [(tuple(x.blocks), x.seconds) for x in noted if x.kernel == "forward"]
+    assert forward == [
+        ((64, 32, 8, 1), 2.0), ((64, 32, 4, 1), 2.0), ((32, 32, 4, 1), 1.4), ((64, 16, 8, 1), None),
+        ((64, 64, 8, 1), 2.0), ((64, 32, 8, 2), 2.0),
+    ]  # fmt: skip
+    assert all(x.seconds <= 1.4 for x in noted if x.kernel != "forward")  # measured with the better forward
+    assert [x.kernel for x in noted] == ["forward"] * 6 + ["dq"] * 6 + ["dkv"] * 6
+    assert configs.kernel_config(*key, 9) == default
+
+
+def test_tuned_tiles_compute_the_same():
+    from psrl.runtime.attention.cached_layer import LayerShape
+    from psrl.runtime.attention.trial import Fan, trial_step
+    from psrl.runtime.attention.triton import backend, configs
+    from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig
+
+    shape, fan = LayerShape(2, 1, 16, 16, torch.float32, torch.device("cpu")), Fan(20, 0, 2, 7)
+    step = trial_step("triton", fan, shape, True)
+    before = step()
+    seen, read = [], backend.kernel_config
+    configs.use_tiles(16, 16, torch.float32, tiles := KernelConfig(*[BlockSizes(16, 16, 4, 1)] * 3, "ieee"))
+    try:
+        backend.kernel_config = lambda *args: seen.append(configs.kernel_config(*args)) or seen[-1]
+        after = step()
+    finally:
+        backend.kernel_config = read
+        configs.use_tiles(16, 16, torch.float32, None)
+    assert seen == [tiles]
+    for x, y in zip(before, after, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_psrl_tune(monkeypatch, tmp_path, capsys):
+    """Tiles, then backends with these tiles; a job on such a device finds both."""
+    from psrl.integrations.megatron.backend_choice import measured_choice
+    from psrl.runtime.attention.trial import Fan
+    from psrl.runtime.attention.triton import configs, tuning
+    from psrl.tune import TuneOptions, run_tune
+    from psrl.tune.report import print_result, tile_line
+
+    monkeypatch.setenv("PSRL_CACHE", str(tmp_path))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**sizes, "head_dim": 16, "intermediate_size": 32, "vocab_size": 9}))
+    options, key = TuneOptions(str(config), "float32", 2, device="cpu"), (16, 16, torch.float32)
+    noted = []
+
+    def seconds_of(run):
+        return 0.001 if configs.kernel_config(*key, 9).dkv.queries == 16 else 0.002
+
+    result = run_tune(options, noted.append, fans=[Fan(3, 0, 2, 2)], seconds_of=seconds_of)
+    configs.use_tiles(*key, None)
+    assert result.shape[:4] == (2, 1, 16, 16) and result.tuning.tiles.dkv == (16, 64, 4, 1)
+    # The trial of the backends ran these tiles too, which this clock likes whatever runs.
+    text = "triton (auto, measured, sdpa takes 1.00x its time, flash cannot run; tuned tiles)"
+    assert str(result.choice) == text
+    assert tuning.remembered_tiles(result.shape) == result.tuning.tiles
+    assert str(measured_choice(result.shape, True, result.tuning.tiles, seconds_of=None)) == text
+    print_result(result)
+    printed = capsys.readouterr().out
+    assert "cpu: 2 heads on 1, of 16, float32" in printed and f"attention: {text}" in printed
+    (row,) = [line for line in printed.splitlines() if "dkv" in line]
+    assert row.split() == ["dkv", "16", "x", "64", "4,", "1", "2.00x"]
+    assert tile_line(noted[0]) == "forward: 64 x 32, 8 warps, 1 stages: 2.000 ms"

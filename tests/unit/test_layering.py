@@ -42,6 +42,7 @@ LAYERS = {
     "bench": 8,
     "doctor": 8,
     "offline": 8,
+    "tune": 8,
     "cli": 9,
 }
 PUBLIC_CORE = {"types", "errors", "config", "tree", "grouping", "cost", "planner", "plan_check", "blocks"}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from psrl.cache import accumulator_dtype
+from psrl.cost import ModelShape
 from psrl.errors import UnsupportedError
 from psrl.runtime.attention.dispatch import attend_layout
 from psrl.runtime.attention.layout import AttentionLayout
@@ -35,6 +36,15 @@ class LayerShape(NamedTuple):
     v_head_dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of_model(cls, model: ModelShape, tensor_parallel: int, dtype: torch.dtype, device: torch.device) -> LayerShape:
+        """Of one tensor-parallel rank. Latent attention makes keys and values for every head."""
+        heads, latent = model.num_heads // tensor_parallel, model.latent
+        if latent is not None:
+            return cls(heads, heads, latent.plain_dim + latent.rotary_dim, latent.value_dim, dtype, device)
+        kv_heads = max(1, model.num_kv_heads // tensor_parallel)
+        return cls(heads, kv_heads, model.head_dim, model.head_dim, dtype, device)
 
     def inputs(self, num_queries: int, num_keys: int, generator: torch.Generator | None = None) -> list[Tensor]:
         """Normal q [T, N, H], k [S, K, H], v [S, K, W] and output gradient [T, N, W]; no leaf asks for gradients."""

@@ -22,6 +22,7 @@ from psrl.runtime.attention.dispatch import attend_layout
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.path_access import IN_PLACE_BACKENDS
 
+SecondsOf = Callable[[Callable[[], Any]], float]
 ROUNDS = 5
 _BLOCKS = 4
 """Of a cached path."""
@@ -60,28 +61,31 @@ class TrialTimes(NamedTuple):
     refusals: dict[str, str]
 
 
+def call_seconds(run: Callable[[], Any]) -> float:
+    """Of one call, what the device does included, after two that warm up."""
+    return Timer("run()", globals={"run": run}).timeit(1).median
+
+
 def run_trial(
     backends: Sequence[str],
     shape: LayerShape,
     *,
     in_place: bool,
     fans: Sequence[Fan] = FANS,
-    seconds_of: Callable[[Callable[[], Any]], float] | None = None,
+    seconds_of: SecondsOf = call_seconds,
 ) -> TrialTimes:
     """Run every backend on every stand-in. Draws no numbers from torch's global generators.
 
     Args:
         in_place: backends that can read a cached path in its blocks do so, as the model would.
-        seconds_of: time of a call, the device's included; None: ``torch.utils.benchmark``.
+        seconds_of: time of a call.
     """
-    seconds_of = seconds_of or _seconds
     steps: dict[str, list[Callable[[], Any]]] = {}
     refusals: dict[str, str] = {}
     for backend in backends:
         try:
-            steps[backend] = [
-                trial_step(backend, fan, shape, in_place and backend in IN_PLACE_BACKENDS) for fan in fans
-            ]
+            reads_blocks = in_place and backend in IN_PLACE_BACKENDS
+            steps[backend] = [trial_step(backend, fan, shape, reads_blocks) for fan in fans]
             for step in steps[backend]:
                 step()  # compiles
         except UnsupportedError as refusal:
@@ -112,7 +116,3 @@ def trial_step(backend: str, fan: Fan, shape: LayerShape, in_place: bool) -> Cal
     else:
         attention = functools.partial(attend_layout, layout=layout, backend=backend)
     return lambda: torch.autograd.grad(attention(*leaves), leaves, grad_out)
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    return Timer("run()", globals={"run": run}).timeit(1).median

@@ -42,6 +42,7 @@ from psrl.integrations.verl.engine.mini_batch import BatchReport, LossFunction, 
 from psrl.integrations.verl.engine.routes import FIELD
 from psrl.integrations.verl.engine.support import check_supported
 from psrl.runtime.attention import IN_PLACE_BACKENDS, KEEPING_BACKENDS, PathAccess, path_access
+from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
@@ -109,9 +110,10 @@ class PrefixSharingMixin(_Engine):
     def _choose_attention(self, config: TransformerConfig) -> BackendChoice:
         """Collective, as building the model is."""
         device = torch.device(get_device_id()) if get_device_name() == "cuda" else torch.device("cpu")
-        wanted = self.psrl_config.attention_backend
+        tensor_parallel = mpu.get_tensor_model_parallel_world_size()
+        shape = LayerShape.of_model(model_shape(config, 1), tensor_parallel, self.param_dtype, device)
         in_place = any(self._access_with(backend, config).in_place for backend in IN_PLACE_BACKENDS)
-        return choose_backend(wanted, config, self.param_dtype, device, in_place=in_place)
+        return choose_backend(self.psrl_config.attention_backend, shape, in_place=in_place)
 
     def _share_prefixes_in_bridge(self) -> None:
         """Both bridges build the model from a layer spec that is asked for late: wrap the question."""

@@ -31,7 +31,7 @@ class KernelConfig(NamedTuple):
 
 
 # By architecture, then by the larger of the two head dims, rounded up to a key of the table. These are the largest
-# tiles that the compiler gives no register spills for (docs/kernels.md), not yet the fastest by measurement.
+# tiles that the compiler gives no register spills for (docs/kernels.md). ``tuning`` measures others.
 _HALF = {
     8: {
         64: KernelConfig(
@@ -75,8 +75,11 @@ _SINGLE = {
 }  # fmt: skip
 
 
+_chosen: dict[tuple[int, int, torch.dtype], KernelConfig] = {}
+
+
 def kernel_config(head_dim: int, v_head_dim: int, dtype: torch.dtype, major: int) -> KernelConfig:
-    """The default tiles.
+    """The tiles of a call: what ``use_tiles`` set, or the default.
 
     Args:
         major: the device's compute capability: 8 for Ampere and Ada, 9 for Hopper, 10 and more for Blackwell.
@@ -92,8 +95,19 @@ def kernel_config(head_dim: int, v_head_dim: int, dtype: torch.dtype, major: int
         )
     for dim in (head_dim, v_head_dim):
         split_head_dim(dim)
+    chosen = _chosen.get((head_dim, v_head_dim, dtype))
+    if chosen is not None:
+        return chosen
     table = _SINGLE if dtype == torch.float32 else _HALF[min(max(major, 8), 10)]
     return table[min(size for size in table if size >= max(head_dim, v_head_dim))]
+
+
+def use_tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, tiles: KernelConfig | None) -> None:
+    """From now on calls of these head dims and dtype run these tiles, in the whole process. None: the default."""
+    if tiles is None:
+        _chosen.pop((head_dim, v_head_dim, dtype), None)
+    else:
+        _chosen[head_dim, v_head_dim, dtype] = tiles
 
 
 def split_head_dim(dim: int) -> tuple[int, int]:
