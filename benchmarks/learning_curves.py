@@ -6,7 +6,8 @@
 
 A tiny model is warmed up with ``psrl sft`` on plays of easy TextWorld games in which most actions are random, so that
 it answers in the right form and wins now and then. Then step-wise GRPO trains it on these games with the real job. Both
-jobs sample their own rollouts: see docs/learning.md for what that means. ``plot`` needs matplotlib.
+jobs sample their own rollouts, from the same random numbers: with ``--dtype float64`` they are the same rollouts to the
+end (docs/learning.md). ``plot`` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -82,13 +83,14 @@ def plot(curves: dict[str, Steps], image: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for (side, steps), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=False):
+    # Dashes, so that curves that coincide are both seen.
+    for (side, steps), color, style in zip(curves.items(), ("tab:blue", "tab:orange"), ("-", "--"), strict=False):
         rewards = [step[REWARD] for step in steps]
         numbers = range(1, len(rewards) + 1)
         smooth = [sum(rewards[i - SMOOTHED : i]) / SMOOTHED for i in range(SMOOTHED, len(rewards) + 1)]
         left.plot(numbers, rewards, color=color, alpha=0.25, linewidth=0.8)
-        left.plot(range(SMOOTHED, len(rewards) + 1), smooth, color=color, label=SIDES[side])
-        right.plot(numbers, [step["actor/entropy"] for step in steps], color=color, label=SIDES[side])
+        left.plot(range(SMOOTHED, len(rewards) + 1), smooth, style, color=color, label=SIDES[side])
+        right.plot(numbers, [step["actor/entropy"] for step in steps], style, color=color, label=SIDES[side])
     left.set(xlabel="step", ylabel="games won", ylim=(0, 1.02), title=f"reward, and its mean over {SMOOTHED} steps")
     right.set(xlabel="step", ylabel="nats per token", ylim=(0, None), title="entropy of the policy")
     left.legend(loc="lower right")
