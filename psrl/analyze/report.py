@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from psrl import __version__
 from psrl.analyze.analysis import Analysis
 from psrl.analyze.predict import best_budget
+from psrl.console import table_console
 from psrl.types import IntArray
 
 NUM_BINS = 48
@@ -135,9 +135,7 @@ def _break_records(analysis: Analysis) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------ tables
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the tables to stdout."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+    console = table_console()
     console.print(_figures(record))
     console.print()
     console.print(_budgets(record))

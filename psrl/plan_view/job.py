@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from psrl.analyze.report import format_bytes
 from psrl.analyze.shapes import ShapedModel, load_shape
 from psrl.analyze.text import Decode, load_decoder
+from psrl.console import table_console
 from psrl.data import ReplaySample, load_samples, load_tokenizer
 from psrl.files import check_targets, write_json, write_text
 from psrl.plan_view.options import PlanOptions
@@ -151,4 +151,4 @@ def _print(planned: PlannedFile, model: ShapedModel) -> None:
         ("predicted speed-up", f"{stats.ideal_speedup:.2f}x"),
     ):
         table.add_row(name, value)
-    Console(highlight=False, width=None if Console().is_terminal else 120).print(table)
+    table_console().print(table)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from psrl import __version__
 from psrl.cache import CacheBytes
+from psrl.console import table_console
 from psrl.data import ReplaySample
 from psrl.integrations.megatron.local_spec import uses_transformer_engine
 from psrl.replay.compare import Difference
@@ -169,9 +170,7 @@ def _largest(phases: Mapping[str, Mapping[str, Any]], key: str) -> int | None:
 # ------------------------------------------------------------------------------------------------------------- table
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the table to stdout."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+    console = table_console()
     tables = [_figures(record), _phases(record)]
     if record["comparison"] is not None:
         tables.append(_comparison(record["comparison"]))

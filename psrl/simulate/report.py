@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from psrl import __version__
+from psrl.console import table_console
 from psrl.simulate.options import SimulateOptions
 from psrl.simulate.phases import PHASES, PhaseResult
 from psrl.simulate.sides import SHARED, UNSHARED
@@ -85,9 +86,7 @@ def _phase_record(phase: PhaseResult, tokens: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- tables
 def print_record(record: Mapping[str, Any]) -> None:
     """Print the tables to stdout."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+    console = table_console()
     sides = record["sides"]
     parts: list[Any] = [_headline(record), _phases(sides)]
     if record["speedup"] is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from psrl.console import table_console
 from psrl.runtime.attention.records import device_name, records_folder
 from psrl.tune.job import TuneResult
 
@@ -24,9 +24,7 @@ def tile_line(tried: TileTime) -> str:
 
 
 def print_result(result: TuneResult) -> None:
-    console, shape = Console(), result.shape
-    if not console.is_terminal:
-        console = Console(width=120)
+    console, shape = table_console(), result.shape
     dims = f"{shape.head_dim}" if shape.head_dim == shape.v_head_dim else f"{shape.head_dim}/{shape.v_head_dim}"
     dtype = str(shape.dtype).removeprefix("torch.")
     title = f"{device_name(shape.device)}: {shape.num_heads} heads on {shape.num_kv_heads}, of {dims}, {dtype}"
@@ -35,8 +33,8 @@ def print_result(result: TuneResult) -> None:
         for kernel, row in _rows(result.tuning.tiles, result.tuning.tried).items():
             table.add_row(kernel, *row)
         console.print(table)
-    console.print(f"attention: {result.choice}", highlight=False)
-    console.print(f"kept in {records_folder()}: jobs on such devices start with it", highlight=False, soft_wrap=True)
+    console.print(f"attention: {result.choice}")
+    console.print(f"kept in {records_folder()}: jobs on such devices start with it", soft_wrap=True)
 
 
 def _rows(tiles: KernelConfig, tried: tuple[TileTime, ...]) -> dict[str, tuple[str, str, str]]:

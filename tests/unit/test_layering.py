@@ -28,6 +28,7 @@ LAYERS = {
     "tree": 1,
     "grouping": 2,
     "cache": 4,
+    "console": 4,
     "data": 4,
     "models": 4,
     "placement": 4,
