@@ -43,7 +43,7 @@ def _keep_output_rows(is_scattered: bool, module: nn.Module, args: tuple[Any, ..
 class PostponedOutputLayer:
     """Takes a column-parallel output layer out of the model's forward, which then ends with the layer's input rows.
 
-    The layer's hooks run where they did; ``logits`` is called for a chunk of rows at a time.
+    The layer's hooks run where they did; ``logits`` is called for a chunk of rows at a time, or ``weight`` is read.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -58,12 +58,21 @@ class PostponedOutputLayer:
         """Vocabulary entries on this rank."""
         return self._layer.output_size_per_partition
 
+    @property
+    def weight(self) -> Tensor:
+        """[columns of this rank, D] the layer's own, or the embedding's that the model has it use."""
+        return self._layer.weight if self._weight is None else self._weight
+
     def _postpone(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
         self._weight = weight
+        micro_batch = active_micro_batch()
+        if micro_batch is not None and not len(micro_batch.edge_labels_e):
+            # Nothing is computed of these rows, but the weight gets its gradient, of zeros, in every micro-batch:
+            # Megatron-Core's overlap_grad_reduce waits for one from every parameter in the last.
+            hidden = hidden + 0.0 * self.weight[:1].sum()
         return hidden, None
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, columns of this rank] of rows as the model's forward returned them, in any float dtype."""
-        weight: Tensor = self._layer.weight if self._weight is None else self._weight
-        logits, _ = self._forward(hidden_RD.to(weight.dtype).unsqueeze(1), weight=self._weight)
+        logits, _ = self._forward(hidden_RD.to(self.weight.dtype).unsqueeze(1), weight=self._weight)
         return logits.squeeze(1)

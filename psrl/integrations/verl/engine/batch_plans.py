@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 
 from psrl.cost import KVFootprint, ModelShape
 from psrl.integrations.verl.engine.batch import samples_from_tensordict
+from psrl.integrations.verl.engine.fused_options import check_fused_batch
 from psrl.integrations.verl.engine.routes import replayed_routes, take_routes
 from psrl.planner import build_plan
 from psrl.routes import share_last_tokens, with_routes
@@ -106,6 +108,9 @@ class BatchPlans:
             data, engine.engine_config.router_replay.mode, forward_only=forward_only
         )
         samples = samples_from_tensordict(self.data)
+        fused = engine.engine_config.use_fused_kernels
+        asked = tu.get_non_tensor_data(self.data, key="use_fused_kernels", default=fused)
+        check_fused_batch(asked, fused, samples.temperatures_S)
         self.routes = replayed_routes(self.route_task, self.data, samples, engine.tf_config)
         """Replayed ones, part of the samples' prefixes; None where nothing is replayed."""
         if self.routes is not None:

@@ -29,8 +29,8 @@ from psrl.integrations.megatron.backend_choice import BackendChoice, choose_back
 from psrl.integrations.megatron.budget import agreed_budget
 from psrl.integrations.megatron.host_tier import host_tier
 from psrl.integrations.megatron.layer_spec import number_cache_layers, share_prefixes_in_spec
-from psrl.integrations.megatron.output_layer import PostponedOutputLayer, select_output_rows
-from psrl.integrations.megatron.passes import context_rank, token_multiple, vocab_shard_group
+from psrl.integrations.megatron.output_layer import select_output_rows
+from psrl.integrations.megatron.passes import context_rank, token_multiple
 from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
@@ -38,12 +38,13 @@ from psrl.integrations.megatron.shape import cached_values, model_shape
 from psrl.integrations.verl.engine.batch_plans import BatchPlans, LastForward, PlanOptions
 from psrl.integrations.verl.engine.config import PSRLEngineConfig
 from psrl.integrations.verl.engine.cpu_engine import DeviceModeMixin
+from psrl.integrations.verl.engine.edge_outputs import EdgeOutputs, edge_outputs
+from psrl.integrations.verl.engine.fused_options import check_fused_kernels
 from psrl.integrations.verl.engine.mini_batch import BatchReport, LossFunction, MiniBatchRun
 from psrl.integrations.verl.engine.routes import FIELD
 from psrl.integrations.verl.engine.support import check_supported
 from psrl.runtime.attention import IN_PLACE_BACKENDS, KEEPING_BACKENDS, PathAccess, path_access
 from psrl.runtime.attention.cached_layer import LayerShape
-from psrl.runtime.outputs import VocabShard, chunked_edge_log_probs, edge_log_probs
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
 from psrl.systems import PSRL, System, find_system
@@ -73,7 +74,8 @@ class PrefixSharingMixin(_Engine):
     """Set when the model is built with sharing."""
     chunk_layers: tuple[int, ...] = ()
     """Attention layers of each model chunk of this rank."""
-    _output_layer: PostponedOutputLayer | None = None
+    _edge_outputs: EdgeOutputs
+    """Of the stage that has the output layer, in language models."""
     expert_layers: tuple[int, ...] = ()
     """Numbers, from 1, of this rank's layers with experts."""
 
@@ -90,6 +92,9 @@ class PrefixSharingMixin(_Engine):
         if not self.psrl_config.enable:
             return super()._build_megatron_module()
         check_supported(self.tf_config or self.provider, self.engine_config, self.model_config)
+        check_fused_kernels(
+            self.engine_config, self.model_config, device=get_device_name(), is_value_model=self.is_value_model
+        )
         self._share_prefixes_in_bridge()
         module = super()._build_megatron_module()
         chunks = [cast(nn.Module, unwrap_model(chunk)) for chunk in module]
@@ -104,8 +109,15 @@ class PrefixSharingMixin(_Engine):
 
     def _prepare_output_layer(self, layer: nn.Module) -> None:
         select_output_rows(layer)
-        if self.psrl_config.max_logit_rows is not None and not self.is_value_model:
-            self._output_layer = PostponedOutputLayer(layer)
+        if not self.is_value_model:
+            self._edge_outputs = edge_outputs(
+                layer, max_logit_rows=self.psrl_config.max_logit_rows, fused=self.engine_config.use_fused_kernels
+            )
+
+    def _maybe_enable_fused_kernels(self) -> None:
+        """Upstream's gives the model another forward, which takes a label for every token."""
+        if not self.psrl_config.enable:
+            super()._maybe_enable_fused_kernels()
 
     def _choose_attention(self, config: TransformerConfig) -> BackendChoice:
         """Collective, as building the model is."""
@@ -291,16 +303,7 @@ class PrefixSharingMixin(_Engine):
     def _local_outputs(self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool) -> dict[str, Tensor]:
         if self.is_value_model:
             return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_e]}
-        rows, group, layer = output[0], vocab_shard_group(), self._output_layer
-        num_columns = rows.shape[-1] if layer is None else layer.num_columns
-        shard = VocabShard(0 if group is None else num_columns * mpu.get_tensor_model_parallel_rank(), group)
-        edges = (micro_batch.row_temperature_R, micro_batch.edge_rows_e, micro_batch.edge_labels_e)
-        if layer is None:
-            log_probs, entropy = edge_log_probs(rows, *edges, shard=shard, with_entropy=with_entropy)
-        else:
-            log_probs, entropy = chunked_edge_log_probs(
-                rows, layer.logits, *edges, micro_batch.row_chunks, shard=shard, with_entropy=with_entropy
-            )
+        log_probs, entropy = self._edge_outputs(micro_batch, output[0], with_entropy)
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
     @property

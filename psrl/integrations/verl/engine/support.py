@@ -141,13 +141,6 @@ def engine_refusals(config: Any) -> Iterator[Refusal]:
     """Options of an engine's configuration that rule sharing out."""
     if not config.use_remove_padding:
         yield Refusal("use_remove_padding", False, "a micro-batch is one packed sequence", "set it to True")
-    if config.use_fused_kernels:
-        yield Refusal(
-            "use_fused_kernels",
-            True,
-            "log-probs are computed on chosen rows of the logits",
-            "set it to False, and psrl.max_logit_rows to bound them",
-        )
     if config.dynamic_context_parallel:
         yield Refusal("dynamic_context_parallel", True, "it splits sequences over ranks", "set it to False")
     if config.use_megatron_fsdp:

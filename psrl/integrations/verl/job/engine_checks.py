@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from psrl.errors import ConfigError, UnsupportedError
+from psrl.integrations.verl.engine.fused_options import fused_refusals
 from psrl.integrations.verl.engine.support import (
     EXPERT_MODELS,
     Refusal,
@@ -48,7 +50,9 @@ def check_engine_options(get: Get, engines: Iterable[str]) -> None:
         values = dict(get(f"{engine}.megatron") or {})
         values |= {name: get(f"{model}.{name}") for name in _OF_THE_MODEL}
         groups = {name: SimpleNamespace(**value) for name, value in values.items() if isinstance(value, dict)}
-        for refusal in engine_refusals(SimpleNamespace(**{**values, **groups})):
+        config, is_critic = SimpleNamespace(**{**values, **groups}), engine == "critic"
+        fused = fused_refusals(config, device=get("trainer.device"), is_value_model=is_critic)
+        for refusal in itertools.chain(engine_refusals(config), fused):
             _refuse(model if refusal.option in _OF_THE_MODEL else f"{engine}.megatron", refusal)
         for refusal in override_refusals(values.get("override_transformer_config") or {}):
             _refuse(f"{engine}.megatron.override_transformer_config", refusal)
