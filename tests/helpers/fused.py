@@ -1,4 +1,7 @@
-"""veRL's fused linear cross-entropy on tensors of the CPU, in Triton's interpreter. For ``tests/interpreter`` only."""
+"""veRL's fused linear cross-entropy against logits, and its kernels on tensors of the CPU, in Triton's interpreter.
+
+Shape legend: R rows, E edges, D hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,58 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from psrl.runtime.outputs import VocabShard, edge_log_probs
 from tests.helpers.parallel import Job, Layout, RankResult, run_job
+
+BRANCHING = [0, 0, 0, 1, 2, 2, 3, 4, 5, 6]
+"""Rows of edges, two of which branch."""
+
+
+def edge_errors(
+    rows: list[int], vocab: int, temperature: float, dtype: torch.dtype, device: str = "cpu", hidden: int = 128
+) -> dict[str, float]:
+    """Errors, over the largest value, of ``fused_edge_log_probs`` and its gradients on random rows and labels, against
+    ``edge_log_probs`` of the same numbers' logits in float64."""
+    from psrl.integrations.verl.engine.edge_outputs import fused_edge_log_probs
+
+    torch.manual_seed(vocab)
+    num_rows = max(rows) + 1
+    hidden_RD, weight_VD = torch.randn(num_rows, hidden).to(dtype), 0.3 * torch.randn(vocab, hidden).to(dtype)
+    edge_rows_E, labels_E = torch.tensor(rows), torch.randint(0, vocab, (len(rows),))
+    labels_E[0], labels_E[-1] = vocab - 1, 0
+    cotangents = torch.randn(2, len(rows))
+
+    def logits(hidden_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = edge_log_probs(
+            hidden_RD @ weight_VD.T, torch.full((num_rows,), temperature), edge_rows_E, labels_E,
+            shard=VocabShard(0, None), with_entropy=True,
+        )  # fmt: skip
+        assert entropy is not None
+        return log_probs, entropy
+
+    def fused(hidden_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        return fused_edge_log_probs(hidden_RD, weight_VD, temperature, edge_rows_E.to(device), labels_E.to(device))
+
+    want = _outputs_and_grads(logits, hidden_RD.double(), weight_VD.double(), cotangents.double())
+    got = _outputs_and_grads(fused, hidden_RD.to(device), weight_VD.to(device), cotangents.to(device))
+    assert [x.dtype for x in got] == [torch.float32, torch.float32, dtype, dtype]
+    names = ("log_probs", "entropy", "d hidden", "d weight")
+    return {name: relative_error(mine, exact) for name, mine, exact in zip(names, got, want, strict=True)}
+
+
+def _outputs_and_grads(compute: Callable[..., Any], hidden: Tensor, weight: Tensor, cotangents: Tensor) -> list[Tensor]:
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    log_probs, entropy = compute(hidden, weight)
+    scalar = (log_probs * cotangents[0]).sum() + (entropy * cotangents[1]).sum()
+    return [log_probs.detach(), entropy.detach(), *torch.autograd.grad(scalar, (hidden, weight))]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Largest error over the largest value."""
+    got, want = got.detach().cpu().double(), want.detach().double()
+    return float((got - want).abs().max() / want.abs().max())
 
 
 @contextlib.contextmanager
@@ -91,3 +144,68 @@ def run_fused_job(job: Job, layout: Layout) -> RankResult:
         result = run_job(job, layout)
     assert shapes or not result.outputs, "a stage with outputs has not run the kernels"
     return result
+
+
+def compile_kernels(
+    capability: int, *, num_edges: int, vocab: int = 151_936, parallel: bool = False, only: str = ""
+) -> list[str]:
+    """Compile the kernels of a forward and a backward in bfloat16 for a device that need not be there.
+
+    Args:
+        vocab: entries on a rank.
+        parallel: of a tensor-parallel rank, the second.
+        only: part of the names of those to compile.
+
+    Returns:
+        the names of what was compiled.
+    """
+    from psrl.runtime.attention.triton import aot
+
+    launches = [x for x in _launches(capability, num_edges, vocab, parallel) if only in x.kernel.__name__]
+    for launch in launches:
+        aot.compile_launch(launch, capability)
+    return [launch.kernel.__name__ for launch in launches]
+
+
+def _launches(capability: int, num_edges: int, vocab: int, parallel: bool) -> Iterator[Any]:
+    """As the host functions of verl/utils/kernel/kernels.py launch them."""
+    from verl.utils.kernel import kernels
+
+    from psrl.runtime.attention.triton.launch import Launch
+
+    def launch(tuned: Any, *args: Any, **constants: Any) -> Launch:
+        kernel, config = tuned.fn, tuned.configs[0]
+        given = dict(zip((parameter.name for parameter in kernel.params), args, strict=False))
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return Launch(kernel, (1,), {**given, **constants, **config.kwargs}, options)
+
+    hidden, columns, splits, rank = 1536, 9504, -(-vocab // 1024), int(parallel)
+    rows, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (num_edges, vocab))
+    labels, of_split = torch.empty(num_edges, dtype=torch.int64), torch.empty(num_edges, splits)
+    of_edge = torch.empty(num_edges)
+    by_split, by_edge = (of_split, splits, 1), (of_edge, 1)
+    tma = {"USE_TMA": capability >= 90}
+    yield launch(
+        kernels.efficient_entropy_kernel_general_mainloop, rank, rows, weight, labels, num_edges, hidden, vocab, 1024,
+        hidden, 1, hidden, 1, *by_split, *by_split, *by_split, *by_edge, of_edge, 0.5, **tma,
+    )  # fmt: skip
+    if parallel:
+        yield launch(
+            kernels.efficient_entropy_triton_kernel_epilogue_tp, num_edges, splits, *by_split, *by_split, *by_split,
+            *by_split, *by_edge, *by_edge, *by_edge,
+        )  # fmt: skip
+        yield launch(
+            kernels.efficient_entropy_triton_epilogue_tp_update, num_edges, *by_edge, *by_edge, *by_edge, *by_edge,
+            *by_edge, of_edge, 0,
+        )  # fmt: skip
+    else:
+        yield launch(
+            kernels.efficient_entropy_triton_kernel_epilogue, *by_split, num_edges, splits, *by_edge, *by_split,
+            *by_edge, *by_split, *by_edge, *by_edge, *by_edge, of_edge, 0,
+        )  # fmt: skip
+    d_logits = torch.empty(num_edges, columns, dtype=torch.bfloat16)
+    yield launch(
+        kernels.efficient_entropy_backward_kernel_general_d_logits_split_N, 1, num_edges, hidden, vocab, columns, rank,
+        rows, hidden, 1, weight, hidden, 1, labels, 1, *by_edge, *by_edge, *by_edge, *by_edge, 0, *by_edge, d_logits,
+        columns, 1, 0.5, **tma,
+    )  # fmt: skip

@@ -41,6 +41,7 @@ def test_a_plain_dense_model_is_supported():
     check_supported(transformer(qk_layernorm=True), engine(), model(Qwen3Config()))
     check_supported(transformer(), engine(), model(LlamaConfig()))
     check_supported(transformer(), engine(), model(MistralConfig(sliding_window=None)))
+    check_supported(transformer(), engine(use_fused_kernels=True), model())  # conditions: test_fused_kernels.py
     check_supported(transformer(recompute_granularity="selective"), engine(seed=1), model())
     check_supported(transformer(), engine(), model(lora={"rank": 8, "type": "lora", "dropout": 0.0}))
     attention = {"rank": 8, "target_modules": ["linear_qkv", "*.layers.0.*.linear_proj"]}
@@ -191,7 +192,6 @@ def test_transformer_options(option: str, tf_config: dict):
     ("option", "config"),
     [
         ("use_remove_padding=False", engine(use_remove_padding=False)),
-        ("use_fused_kernels=True", engine(use_fused_kernels=True)),
         ("dynamic_context_parallel=True", engine(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)),
         ("use_megatron_fsdp=True", engine(use_megatron_fsdp=True)),
         ("pad_to_length=True", engine(pad_to_length=True)),

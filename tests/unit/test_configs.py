@@ -131,6 +131,10 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
             "actor_rollout_ref.model.lora.dropout=0.1 rules out prefix sharing",
         ),
         ("actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.model.use_remove_padding=False rules"),
+        (
+            "actor_rollout_ref.model.use_fused_kernels=true",
+            "actor_rollout_ref.model.use_fused_kernels=True rules .*the device is cpu",
+        ),
         ("psrl.fingerprint_stride=0", "psrl.fingerprint_stride must be an integer of at least 1, got 0"),
         (
             f"{R}.agent.agent_loop_manager_class=null",
