@@ -29,26 +29,30 @@ def test_edges(rows, vocab, dtype):
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     @functools.cache
-    def checkpoint(tied):
-        return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", tied, hidden=128, head_dim=64, vocab=1000)
+    def make(tied, vocab=1000):
+        return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", tied, hidden=128, head_dim=64, vocab=vocab)
 
+    return make
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint):
     @functools.cache
-    def make(tied, shares, fused):
+    def make(tied, shares, fused, vocab=1000):
         psrl = PSRLConfig(enable=shares)
-        return make_worker(checkpoint(tied), psrl=psrl, dtype="bfloat16", model={"use_fused_kernels": fused})
+        return make_worker(checkpoint(tied, vocab), psrl=psrl, dtype="bfloat16", model={"use_fused_kernels": fused})
 
-    make.checkpoint = checkpoint
     return make
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("forest", FORESTS)
-def test_engine_loses_no_more_than_with_logits(worker, forest, tied):
+def test_engine_loses_no_more_than_with_logits(checkpoint, worker, forest, tied):
     """Error against float32; a second update has the same bits."""
     rows, batch = FORESTS[forest](), {"dtype": torch.float32, "calculate_entropy": True}
-    truth = hf_truth(worker.checkpoint(tied), rows, LOSS, **batch)
+    truth = hf_truth(checkpoint(tied), rows, LOSS, **batch)
 
     def error(outcome):
         differences = [outcome.grads[name].cpu().double() - grad.double() for name, grad in truth.grads.items()]
@@ -75,10 +79,10 @@ def test_engine_equals_verls_own_fused_path(worker):
 
 def test_logits_never_exist(worker):
     """An update's peak is below that with logits by most of what these take."""
-    rows, num_columns = tree_rows(5), 1000
+    rows, num_columns = tree_rows(5), 50_000
     peaks = {}
     for fused in (False, True):
-        made = worker(False, True, fused)
+        made = worker(False, True, fused, num_columns)
         run_update(made, rows, LOSS, max_tokens=10_000, dtype=torch.float32)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

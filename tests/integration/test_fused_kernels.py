@@ -92,8 +92,8 @@ def test_an_engine_on_a_cpu_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3", hidden=128)
     with pytest.raises(UnsupportedError, match=r"use_fused_kernels=True .*the device is cpu"):
         make_worker(folder, psrl=PSRLConfig(), dtype="float32", model=FUSED)
-    worker = make_worker(folder, dtype="float32", model=FUSED)
-    assert hasattr(worker.engine.module[0].module, "forward_backup")  # of verl/models/mcore/model_forward_fused.py
+    chunk = make_worker(folder, dtype="float32", model=FUSED).engine.module[0]  # pyright: ignore[reportAttributeAccessIssue]
+    assert hasattr(chunk.module, "forward_backup")  # of verl/models/mcore/model_forward_fused.py
 
 
 def test_temperatures():

@@ -15,7 +15,6 @@ import torch
 from psrl.config import PSRLConfig
 from psrl.integrations.verl.engine.edge_outputs import fused_edge_log_probs
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn, relative_errors
-from tests.helpers.adapters import adapter_grads, fill_adapters
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import FORESTS, degenerate_rows, step_rows, tree_rows
 from tests.helpers.fused import BRANCHING, edge_errors, kernels_on_cpu, relative_error, run_fused_job
@@ -220,22 +219,22 @@ def test_bfloat16_loses_no_more_than_logits(checkpoint, worker):
 @pytest.mark.slow
 def test_beside_adapters_with_a_weight_that_is_not_trained(checkpoint):
     import_megatron_bridge()
-    rows, lora = step_rows(1, 3), {"type": "lora", "rank": 3, "alpha": 6, "dropout": 0.0, "merge": False}
-
-    def run(fused, shares, budget):
-        with kernels_on_cpu() as shapes:
-            made = make_worker(
-                checkpoint(False), psrl=PSRLConfig(enable=shares), dtype="float32", vanilla_mbridge=False,
-                model={"lora": lora, "use_fused_kernels": fused},
-                override_transformer_config={"apply_rope_fusion": False, "attention_backend": "auto"},
-            )  # fmt: skip
-            fill_adapters(made.engine)
-            outcome = run_update(made, rows, LOSS, max_tokens=budget, **SINGLE)
-        assert bool(shapes) == fused
-        outcome.grads = {name: grad.clone() for name, grad in adapter_grads(made.engine).items()}
-        return outcome
-
-    check_equal(run(True, True, 4), run(False, False, 1000))
+    lora = {"lora": {"type": "lora", "rank": 3, "alpha": 6, "dropout": 0.0, "merge": False}}
+    built = {
+        "vanilla_mbridge": False,
+        "override_transformer_config": {"apply_rope_fusion": False, "attention_backend": "auto"},
+    }
+    options = {"budgets": (4, 1000), "dtype": "float32", "adam": False}
+    plain, fused = (
+        Job(
+            checkpoint(False),
+            [step_rows(1, 3)],
+            engine={"model": {**lora, "use_fused_kernels": on}, **built},
+            **options,
+        )
+        for on in (False, True)
+    )
+    check_job(fused, [run_fused_job(fused, Layout())], reference(plain, "fused adapters"), 1e-5)
 
 
 @pytest.mark.slow
