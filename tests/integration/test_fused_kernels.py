@@ -1,4 +1,7 @@
-"""``use_fused_kernels``: veRL's fused linear cross-entropy in the interpreter, compiled, and where it is refused."""
+"""``use_fused_kernels``: veRL's fused linear cross-entropy in the interpreter, compiled, and where it is refused.
+
+``test_path_in_place.py`` runs the quick cases in the interpreter.
+"""
 
 import pytest
 import torch
@@ -15,10 +18,6 @@ from tests.integration.test_support import engine, model
 from tests.unit.test_triton_attention import run_in_interpreter
 
 pytest.importorskip("triton", reason="needs Triton (Linux)")
-
-
-def test_in_the_interpreter():
-    run_in_interpreter("not slow", "fused_cases.py")
 
 
 @pytest.mark.slow

@@ -48,6 +48,22 @@ def projected(monkeypatch):
     return numbers
 
 
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_the_weights_gradient_is_ready_in_a_last_micro_batch_without_an_edge(checkpoint, worker, projected, max_rows):
+    """With ``overlap_grad_reduce`` Megatron-Core waits for every parameter's gradient in the last micro-batch, here the
+    spine's first, of a prompt. Twice, as it learns in the first mini-batch which parameters there are."""
+    overlapping = make_worker(
+        checkpoint(False), psrl=PSRLConfig(max_logit_rows=max_rows), override_ddp_config={"overlap_grad_reduce": True}
+    )
+    rows, loss = step_rows(1, 2), ppo_loss_fn()
+    want = run_update(worker(False, None), rows, loss, max_tokens=6)
+    for _ in range(2):
+        got = run_update(overlapping, rows, loss, max_tokens=6)
+        for name, grad in want.grads.items():
+            torch.testing.assert_close(got.grads[name], grad, rtol=1e-9, atol=1e-12)
+    assert (max(projected, default=0) == 2) == (max_rows is not None)
+
+
 DEFAULT = ((1, False, 5), (1, True, 1000), (3, True, 5), (3, False, 1000), (1000, True, 5))
 """Cases of the default suite; the others are slow."""
 

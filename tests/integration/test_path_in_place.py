@@ -11,7 +11,8 @@ from tests.unit.test_triton_attention import run_in_interpreter
 
 
 def test_engine_in_the_interpreter():
-    run_in_interpreter("not slow", "engine_cases.py")
+    """Those of ``test_fused_kernels.py`` too: one process imports for both."""
+    run_in_interpreter("not slow", "engine_cases.py", "fused_cases.py")
 
 
 @pytest.mark.slow

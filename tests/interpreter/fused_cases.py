@@ -1,8 +1,8 @@
 """``use_fused_kernels`` with veRL's real kernels in Triton's interpreter, in float32.
 
-``tests/integration/test_fused_kernels.py`` runs this file in a process with TRITON_INTERPRET=1. Per edge, log-probs,
-entropies and gradients are compared with ``edge_log_probs`` in float64; then whole engines with the same engine without
-the kernels, with veRL's own path, which shares nothing, and with that path with the same kernels.
+``test_path_in_place.py`` and ``test_fused_kernels.py`` run this file in a process with TRITON_INTERPRET=1. Per edge,
+log-probs, entropies and gradients are compared with ``edge_log_probs`` in float64; then whole engines with the same
+engine without the kernels, with veRL's own path, which shares nothing, and with that path with the same kernels.
 
 Shape legend: R rows, E edges, D hidden, V vocabulary.
 """
