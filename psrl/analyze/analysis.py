@@ -91,6 +91,7 @@ def analyze(options: AnalyzeOptions) -> Analysis:
         num = analysis.rows.rows
         reason = f"none of the {num} rows has an assistant message" if num else "no rows in the file"
         raise InputError(f"{names}: no samples: {reason}")
+    analysis.budgets = [row.within(options.memory_bytes) for row in analysis.budgets]
     return analysis
 
 

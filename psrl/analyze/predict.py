@@ -6,7 +6,7 @@ A budget is the most tokens of a micro-batch (``psrl.max_tokens``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from psrl.analyze.shapes import ShapedModel
 from psrl.cost import ModelShape, Work
 from psrl.planner import build_plan
 from psrl.tree import build_tree
-from psrl.types import IntArray
+from psrl.types import ExecutionPlan, IntArray
 
 NEAR_BEST = 0.02
 """Speed-ups this close to the best are as good: the smallest such budget needs the least memory."""
@@ -45,6 +45,10 @@ class BudgetFigures:
     """Of a forward-only phase: old log-prob, reference."""
     kv_bytes_peak: int = 0
     """K/V and gradient accumulators, all layers and heads on one rank."""
+    attention_bytes: int = 0
+    """What an update keeps of attention between its passes."""
+    flops_kept_attention: float = 0.0
+    """What that saves, and ``flops_psrl`` does not count."""
     activation_bytes: int = 0
     """Estimate for the largest micro-batch, without recompute, with its logits."""
     largest_micro_batch_tree_packing: int = 0
@@ -52,8 +56,15 @@ class BudgetFigures:
 
     @property
     def memory_bytes(self) -> int:
-        """What grows with the data: the cache and one micro-batch."""
-        return self.kv_bytes_peak + self.activation_bytes
+        """What grows with the data: the cache, what is kept of attention, and one micro-batch."""
+        return self.kv_bytes_peak + self.attention_bytes + self.activation_bytes
+
+    def within(self, memory_bytes: int | None) -> BudgetFigures:
+        """The same where attention is kept only if there is room for it."""
+        if memory_bytes is None or self.memory_bytes <= memory_bytes:
+            return self
+        flops = self.flops_psrl + self.flops_kept_attention
+        return replace(self, flops_psrl=flops, attention_bytes=0, flops_kept_attention=0.0)
 
     def record(self, forward_flops_unshared: float) -> dict[str, float | int]:
         """As JSON values, with ratios."""
@@ -109,6 +120,9 @@ def add_mini_batch(figures: Sequence[BudgetFigures], tree: RadixTree, shape: Tre
         row.flops_psrl += plan.stats.flops_shared
         row.forward_flops_psrl += model.shape.forward_flops(_unique_work(plan.edges.source_E, shape))
         row.kv_bytes_peak = max(row.kv_bytes_peak, plan.stats.kv_bytes_peak)
+        if plan.stats.attention_bytes:
+            row.attention_bytes = max(row.attention_bytes, plan.stats.attention_bytes)
+            row.flops_kept_attention += _spine_pairs(plan) * model.shape.flops_per_pair
         row.activation_bytes = max(
             row.activation_bytes,
             *(
@@ -118,6 +132,11 @@ def add_mini_batch(figures: Sequence[BudgetFigures], tree: RadixTree, shape: Tre
         )
         row.largest_micro_batch_psrl = max(row.largest_micro_batch_psrl, *(mb.num_tokens for mb in plan.micro_batches))
         row.largest_micro_batch_tree_packing = max(row.largest_micro_batch_tree_packing, packing.largest)
+
+
+def _spine_pairs(plan: ExecutionPlan) -> int:
+    """Visible (query, key) pairs of the spine's micro-batches."""
+    return sum(int((mb.last_S - mb.first_S).sum()) for mb in plan.micro_batches if mb.is_spine)
 
 
 def _unique_work(sources_E: IntArray, shape: TreeShape) -> Work:

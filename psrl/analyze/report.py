@@ -175,7 +175,7 @@ def _budgets(record: Mapping[str, Any]) -> Table:
     table.title = f"An update of {record['model']['name']}, by tokens of a micro-batch"
     for name in (
         "budget", "micro-batches", "spine tokens", "unshared", "tree packing", "psrl", "speed-up", "forward only",
-        "over packing", "KV peak", "activations",
+        "over packing", "KV peak", "kept attention", "activations",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for row in record["budgets"]:
@@ -187,6 +187,7 @@ def _budgets(record: Mapping[str, Any]) -> Table:
                                           "computed_tokens_psrl")),
             *(f"{row[key]:.2f}x" for key in ("speedup", "speedup_forward", "speedup_over_tree_packing")),
             format_bytes(row["kv_bytes_peak"]),
+            format_bytes(row["attention_bytes"]),
             format_bytes(row["activation_bytes"]),
         )  # fmt: skip
     return table
@@ -199,9 +200,9 @@ def _verdict(record: Mapping[str, Any]) -> Text:
     row = next(row for row in record["budgets"] if row["max_tokens"] == best)
     packing = record["tree_packing_of_longest_sample"]
     text = (
-        f"* best: {best:,} tokens: an update takes 1/{row['speedup']:.2f} of the FLOPs of independent samples; KV and "
-        f"one micro-batch take {format_bytes(row['memory_bytes'])} of one rank with the whole model. Without a cache, "
-        f"micro-batches have to hold the longest sample, {packing['max_tokens']:,} tokens "
+        f"* best: {best:,} tokens: an update takes 1/{row['speedup']:.2f} of the FLOPs of independent samples; KV, "
+        f"kept attention and one micro-batch take {format_bytes(row['memory_bytes'])} of one rank with the whole "
+        f"model. Without a cache, micro-batches have to hold the longest sample, {packing['max_tokens']:,} tokens "
         f"({format_bytes(packing['activation_bytes'])}); tree packing then takes 1/{packing['speedup']:.2f}."
     )
     return Text(text)

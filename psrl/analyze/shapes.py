@@ -23,9 +23,13 @@ class ShapedModel:
 
     @property
     def footprint(self) -> KVFootprint:
-        """Cache bytes of a token if one rank held all layers and heads; divide by TP x PP for one of several."""
-        s = self.shape
-        return KVFootprint.of_values(s.num_layers * s.cached_values, DTYPE_BYTES[self.dtype])
+        """Bytes of a token, in the cache and of kept attention, if one rank held all layers and heads.
+
+        Divide by TP x PP for one of several.
+        """
+        s, itemsize = self.shape, DTYPE_BYTES[self.dtype]
+        kept = s.num_layers * s.attention_bytes(itemsize)
+        return KVFootprint.of_values(s.num_layers * s.cached_values, itemsize, attention_bytes_per_token=kept)
 
     @property
     def activation_bytes_per_token(self) -> int:

@@ -62,7 +62,8 @@ def _curve(
     system: System, samples: Sequence[ReplaySample], model: ShapedModel, max_tokens: int, budget_bytes: int | None
 ) -> dict[str, Any]:
     batch = system.prepare(batch_of(samples), max_tokens)
-    footprint = dataclasses.replace(model.footprint, budget_bytes=budget_bytes)
+    # Of kept attention no system has any here: it is psrl's, and beside the cache.
+    footprint = dataclasses.replace(model.footprint, budget_bytes=budget_bytes, attention_bytes_per_token=0)
     plan = build_plan(batch, max_tokens=max_tokens, shape=model.shape, footprint=footprint, system=system)
     timeline = make_timeline(plan, model.shape, model.footprint)
     forward = build_plan(

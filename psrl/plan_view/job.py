@@ -116,12 +116,16 @@ def record_of(planned: PlannedFile, model: ShapedModel) -> dict[str, Any]:
     }
 
 
+def _bytes(size: int) -> str:
+    return f"{size:,} ({format_bytes(size)})"
+
+
 def _host_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
     if plan.tiers is None:
         return []
     stats = plan.stats
     return [
-        (name, f"{size:,} ({format_bytes(size)})")
+        (name, _bytes(size))
         for name, size in (
             ("host bytes", stats.kv_host_bytes_peak),
             ("bytes moved to the host", stats.kv_bytes_to_host),
@@ -145,7 +149,8 @@ def _print(planned: PlannedFile, model: ShapedModel) -> None:
         ("micro-batches, spine / leaf", f"{spine:,} / {stats.num_micro_batches - spine:,}"),
         ("waves", f"{stats.num_waves:,}"),
         ("KV blocks", f"{len(plan.blocks):,}"),
-        (f"peak KV bytes, {model.name}", f"{stats.kv_bytes_peak:,} ({format_bytes(stats.kv_bytes_peak)})"),
+        (f"peak KV bytes, {model.name}", _bytes(stats.kv_bytes_peak)),
+        *([("kept attention bytes", _bytes(stats.attention_bytes))] if stats.attention_bytes else []),
         *_host_rows(plan),
         *([("tokens computed again", f"{stats.recomputed_tokens:,}")] if stats.recomputed_tokens else []),
         ("predicted speed-up", f"{stats.ideal_speedup:.2f}x"),

@@ -6,7 +6,7 @@ Shape legend: P path keys, T local tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from psrl.blocks import BlockLedger
 from psrl.cost import KVFootprint, ModelShape, Work
@@ -91,7 +91,8 @@ def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint
                 during = live()
                 freed = ledger.end(index, backward=backward)
                 bytes_ = (*during, *live()) if tiers is None else tiers.of(mb, backward=backward)
-                flops = micro_batch_flops(mb, shape, backward=backward)
+                keeps = mb.is_spine and plan.stats.attention_bytes > 0
+                flops = micro_batch_flops(mb, shape, backward=backward, keeps_attention=keeps)
                 executions.append(
                     Execution(
                         index, number, backward, start, flops, writes, mb.path_blocks, new_grads, freed.kv,
@@ -133,7 +134,14 @@ class _TierBytes:
         return steps[start : self._next]
 
 
-def micro_batch_flops(mb: MicroBatch, shape: ModelShape, *, backward: bool) -> float:
-    """FLOPs of one run."""
+def micro_batch_flops(mb: MicroBatch, shape: ModelShape, *, backward: bool, keeps_attention: bool = False) -> float:
+    """FLOPs of one run.
+
+    Args:
+        keeps_attention: pass 1 has kept what attention's forward makes, so that the run with a backward does not.
+    """
     work = Work(mb.num_tokens, int((mb.last_S - mb.first_S).sum()), len(mb.rows_R), mb.path_len)
-    return shape.forward_flops(work) + (shape.backward_flops(work) if backward else 0.0)
+    if not backward:
+        return shape.forward_flops(work)
+    forward = replace(work, pairs=0) if keeps_attention else work
+    return shape.forward_flops(forward) + shape.backward_flops(work)

@@ -1,5 +1,6 @@
 """``psrl analyze``: exact counts, predictions that are the planner's own, and what breaks sharing."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -189,9 +190,11 @@ def test_a_conversation_that_begins_with_the_assistant_is_refused(tmp_path: Path
 
 # ------------------------------------------------------------------------------------------------------- predictions
 def test_named_shapes():
-    assert load_shape("qwen2.5-7b").footprint == KVFootprint(57_344, 114_688)
+    assert load_shape("qwen2.5-7b").footprint == KVFootprint(57_344, 114_688, attention_bytes_per_token=203_840)
     assert load_shape("llama3-8b").footprint.kv_bytes_per_token == 131_072
-    assert load_shape("qwen3-30b-a3b", "float32").footprint == KVFootprint(196_608, 196_608)
+    assert load_shape("qwen3-30b-a3b", "float32").footprint == KVFootprint(
+        196_608, 196_608, attention_bytes_per_token=792_576
+    )
     moe = load_shape("qwen3-30b-a3b").shape
     assert moe.flops_per_token / 2 + moe.hidden_size * moe.output_size == pytest.approx(3.03e9, rel=1e-2)  # its "a3b"
 
@@ -231,6 +234,27 @@ def test_best_budget():
     assert best_budget(rows, 79) is None
     rows[1].flops_psrl = 11.0
     assert best_budget(rows, None).max_tokens == 40
+
+
+def test_attention_is_kept_where_there_is_room():
+    row = BudgetFigures(8, flops_unshared=100.0, flops_psrl=20.0, kv_bytes_peak=50, activation_bytes=10,
+                        attention_bytes=5, flops_kept_attention=5.0)  # fmt: skip
+    assert (row.memory_bytes, row.speedup) == (65, 5.0)
+    assert row.within(None) == row.within(65) == row
+    without = row.within(64)
+    assert (without.memory_bytes, without.attention_bytes, without.speedup) == (60, 0, 4.0)
+
+
+def test_what_kept_attention_saves_is_what_the_plan_says(rows_file: Path):
+    """Of the spine, tokens 1, 2, 3 and 4, the second forward has no attention."""
+    options = AnalyzeOptions((rows_file,), max_tokens=(2,))
+    row = analyze(options).budgets[0]
+    shape = load_shape(options.shape).shape
+    pairs = 1 + 2 + 3 + 4
+    assert row.flops_kept_attention == pairs * shape.flops_per_pair > 0
+    assert row.attention_bytes == 4 * 203_840
+    poor = analyze(dataclasses.replace(options, memory_gib=row.memory_bytes / 2**30 - 1e-9)).budgets[0]
+    assert poor.flops_psrl - row.flops_psrl == pytest.approx(row.flops_kept_attention)
 
 
 # ------------------------------------------------------------------------------------------------------- the command
