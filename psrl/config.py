@@ -38,8 +38,8 @@ class PSRLConfig:
     """Compute prefixes again, for each micro-batch that needs them, where nothing else keeps the cache within its
     budget. False: such a mini-batch is an error."""
     keep_attention: bool = True
-    """An update keeps attention's outputs of spine tokens between its passes where the cache's budget has room for all
-    of them; otherwise its second forward of the spine computes attention too."""
+    """An update keeps attention's outputs of spine tokens between its passes, as far as the cache's budget has room;
+    its second forward of the others computes attention too."""
     attention_backend: str = "auto"
     """``auto`` is measured on CUDA and ``sdpa`` elsewhere; ``flash`` and ``flex`` are other kernels for CUDA;
     ``reference`` is dense and for tests."""

@@ -144,7 +144,7 @@ class KVFootprint:
     """Ranks over which every block is spread evenly (context parallelism)."""
     attention_bytes_per_token: int = 0
     """Output and log-sum-exp of attention over the layers and heads of this rank, which an update keeps of the spine
-    where the budget has room for all of them. 0: it keeps none."""
+    as far as the budget has room. 0: it keeps none."""
 
     def stored_tokens(self, num_tokens: int) -> int:
         """Tokens for which this rank has room of a block of ``num_tokens``."""

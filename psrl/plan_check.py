@@ -16,6 +16,7 @@ import numpy as np
 
 from psrl.cost import KVFootprint
 from psrl.errors import PlanError
+from psrl.kept_attention import attention_bytes
 from psrl.tier_check import check_transfers
 from psrl.tiers import HostTier
 from psrl.types import ExecutionPlan, IntArray, MicroBatch, SampleBatch
@@ -54,14 +55,15 @@ def check_plan(
 
 
 def _check_kept_attention(plan: ExecutionPlan, footprint: KVFootprint) -> None:
-    """All of the spine's or nothing, within the budget; nothing unless one pass 1 makes it and one pass 2 reads it."""
-    stats, kept = plan.stats, plan.stats.attention_bytes
-    of_spine = footprint.stored_tokens(stats.spine_tokens) * footprint.attention_bytes_per_token
-    _require(kept in (0, of_spine), f"{kept} bytes of attention are kept, of the spine's {of_spine}")
+    """Of spine micro-batches, within the budget; nothing unless one pass 1 makes it and one pass 2 reads it."""
+    kept, stats = plan.kept_attention, plan.stats
+    size = attention_bytes(plan, footprint, kept)
+    _require(stats.attention_bytes == size, f"predicted {stats.attention_bytes} bytes of kept attention, not {size}")
     if kept:
         _require(not plan.forward_only and len(plan.waves) == 1, "attention is kept in a plan that does not read it")
+        _require(all(plan.micro_batches[m].is_spine for m in kept), "attention of a leaf is kept, which runs once")
         budget = footprint.budget_bytes
-        _require(budget is None or stats.kv_bytes_peak + kept <= budget, f"kept attention exceeds the budget {budget}")
+        _require(budget is None or stats.kv_bytes_peak + size <= budget, f"kept attention exceeds the budget {budget}")
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:

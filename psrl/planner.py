@@ -28,6 +28,7 @@ from psrl.assembly import Pieces, assemble
 from psrl.cost import CostFunction, KVFootprint, ModelShape, Work
 from psrl.edges import collect_edges
 from psrl.errors import ConfigError, MemoryBudgetError
+from psrl.kept_attention import keep_attention
 from psrl.micro_batching import tries_below, with_labels
 from psrl.offload import schedule_transfers
 from psrl.packing import token_costs
@@ -179,7 +180,7 @@ class _Draft:
         self, pieces: Pieces, waves: tuple[Wave, ...], peak: int, tiers: TierSchedule | None = None
     ) -> ExecutionPlan:
         largest = max((mb.num_tokens for mb in pieces.micro_batches), default=0)  # psrl's own never exceed max_tokens
-        return ExecutionPlan(
+        plan = ExecutionPlan(
             forward_only=self.forward_only,
             max_tokens=max(self.max_tokens, largest),
             token_ids_U=self.tree.token_ids_U,
@@ -193,6 +194,7 @@ class _Draft:
             cache=self.system.cache,
             tiers=tiers,
         )
+        return keep_attention(plan, self.shape, self.footprint)
 
     def _stats(self, pieces: Pieces, waves: tuple[Wave, ...], peak: int, tiers: TierSchedule | None) -> PlanStats:
         tree, shape, spine_U, num_rows_U = self.tree, self.shape, self.division.spine_U, self.num_rows_U
@@ -205,13 +207,10 @@ class _Draft:
         )
         unique = Work(tree.num_tokens, int(pairs_U.sum()), int(num_rows_U.sum()), path)
         spine = Work(int(spine_U.sum()), int(pairs_U[spine_U].sum()), int(num_rows_U[spine_U].sum()), spine_path)
-        flops_unshared, flops_shared, kept = shape.forward_flops(every), shape.forward_flops(unique), 0
+        flops_unshared, flops_shared = shape.forward_flops(every), shape.forward_flops(unique)
         if not self.forward_only:
             flops_unshared += shape.backward_flops(every)
-            if len(waves) == 1 and tiers is None:
-                kept = _kept_attention(spine.tokens, peak, self.footprint)
-            again = dataclasses.replace(spine, pairs=0) if kept else spine
-            flops_shared += shape.backward_flops(unique) + shape.forward_flops(again)
+            flops_shared += shape.backward_flops(unique) + shape.forward_flops(spine)
         return PlanStats(
             num_samples=self.batch.num_samples,
             num_tokens=num_tokens,
@@ -226,14 +225,7 @@ class _Draft:
             kv_bytes_to_host=tiers.bytes_to_host if tiers else 0,
             kv_bytes_to_device=tiers.bytes_to_device if tiers else 0,
             recomputed_tokens=self.recomputed_tokens,
-            attention_bytes=kept,
         )
-
-
-def _kept_attention(spine_tokens: int, kv_peak: int, footprint: KVFootprint) -> int:
-    """Bytes of attention's results that an update in one wave keeps of its spine: of all or, without room, of none."""
-    num_bytes = footprint.stored_tokens(spine_tokens) * footprint.attention_bytes_per_token
-    return num_bytes if footprint.budget_bytes is None or kv_peak + num_bytes <= footprint.budget_bytes else 0
 
 
 def _rows_per_token(edges: Edges, num_unique: int) -> np.ndarray:

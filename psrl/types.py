@@ -212,8 +212,8 @@ class PlanStats:
     recomputed_tokens: int = 0
     """Of ``unique_tokens``, those that are there again because the budget cannot hold the K/V of their first copy."""
     attention_bytes: int = 0
-    """Outputs and log-sum-exps of attention that the spine's pass 1 keeps for pass 2, beside ``kv_bytes_peak``: their
-    peak on this rank. 0: pass 2 computes them again."""
+    """Outputs and log-sum-exps of attention that pass 1 keeps for pass 2 (``ExecutionPlan.kept_attention``), beside
+    ``kv_bytes_peak``: their peak on this rank. What is not kept, pass 2 computes again."""
 
     @property
     def kv_bytes_moved(self) -> int:
@@ -247,3 +247,5 @@ class ExecutionPlan:
     cache: CachePolicy = CachePolicy()
     tiers: TierSchedule | None = None
     """Transfers between device and host; None where the device holds the whole cache."""
+    kept_attention: frozenset[int] = frozenset()
+    """Spine micro-batches whose outputs and log-sum-exps of attention pass 1 keeps for pass 2."""

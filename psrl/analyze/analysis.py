@@ -91,7 +91,6 @@ def analyze(options: AnalyzeOptions) -> Analysis:
         num = analysis.rows.rows
         reason = f"none of the {num} rows has an assistant message" if num else "no rows in the file"
         raise InputError(f"{names}: no samples: {reason}")
-    analysis.budgets = [row.within(options.memory_bytes) for row in analysis.budgets]
     return analysis
 
 
@@ -115,7 +114,7 @@ def _add(analysis: Analysis, tree: RadixTree, decode: Decode | None) -> None:
         decode = load_decoder(None)  # chat rows were tokenised as bytes
     analysis.has_text = analysis.has_text and decode is not None
     _add_breaks(analysis, find_breaks(tree, decode, _WORST))
-    add_mini_batch(analysis.budgets, tree, shape, analysis.model)
+    add_mini_batch(analysis.budgets, tree, shape, analysis.model, analysis.options.memory_bytes)
     analysis.whole_packing.add(tree, shape, analysis.model)
 
 

@@ -14,6 +14,7 @@ from psrl.analyze.measures import plan_batch, spine_tokens, total_work, tree_pac
 from psrl.analyze.radix import RadixTree, TreeShape
 from psrl.analyze.shapes import ShapedModel
 from psrl.cost import ModelShape, Work
+from psrl.kept_attention import keep_attention
 from psrl.planner import build_plan
 from psrl.tree import build_tree
 from psrl.types import ExecutionPlan, IntArray
@@ -46,30 +47,17 @@ class BudgetFigures:
     kv_bytes_peak: int = 0
     """K/V and gradient accumulators, all layers and heads on one rank."""
     attention_bytes: int = 0
-    """What an update keeps of attention between its passes."""
-    flops_kept_attention: float = 0.0
-    """What that saves, and ``flops_psrl`` does not count."""
+    """What an update keeps of attention between its passes, where there is room."""
     activation_bytes: int = 0
     """Estimate for the largest micro-batch, without recompute, with its logits."""
+    memory_bytes: int = 0
+    """What grows with the data: the cache, what is kept of attention, and the largest micro-batch."""
     largest_micro_batch_tree_packing: int = 0
     largest_micro_batch_psrl: int = 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """What grows with the data: the cache, what is kept of attention, and one micro-batch."""
-        return self.kv_bytes_peak + self.attention_bytes + self.activation_bytes
-
-    def within(self, memory_bytes: int | None) -> BudgetFigures:
-        """The same where attention is kept only if there is room for it."""
-        if memory_bytes is None or self.memory_bytes <= memory_bytes:
-            return self
-        flops = self.flops_psrl + self.flops_kept_attention
-        return replace(self, flops_psrl=flops, attention_bytes=0, flops_kept_attention=0.0)
 
     def record(self, forward_flops_unshared: float) -> dict[str, float | int]:
         """As JSON values, with ratios."""
         return asdict(self) | {
-            "memory_bytes": self.memory_bytes,
             "speedup": self.speedup,
             "speedup_forward": _ratio(forward_flops_unshared, self.forward_flops_psrl),
             "speedup_tree_packing": _ratio(self.flops_unshared, self.flops_tree_packing),
@@ -99,14 +87,28 @@ class WholeSamplePacking:
         self.flops += update_flops(model.shape, packing.work)
 
 
-def add_mini_batch(figures: Sequence[BudgetFigures], tree: RadixTree, shape: TreeShape, model: ShapedModel) -> None:
-    """Plan a mini-batch at every budget and add what the plans say. Mutates ``figures``."""
+def add_mini_batch(
+    figures: Sequence[BudgetFigures],
+    tree: RadixTree,
+    shape: TreeShape,
+    model: ShapedModel,
+    memory_bytes: int | None,
+) -> None:
+    """Plan a mini-batch at every budget and add what the plans say. Mutates ``figures``.
+
+    Args:
+        memory_bytes: for the cache, attention that is kept and a micro-batch; None: no limit.
+    """
     batch = plan_batch(tree, shape)
     every = total_work(tree)
     lengths = np.asarray(tree.samples.length, dtype=np.int64)
     planned = build_tree(batch)
     for row in figures:
         plan = build_plan(batch, max_tokens=row.max_tokens, shape=model.shape, footprint=model.footprint, tree=planned)
+        activations = _activation_bytes(plan, model)
+        if memory_bytes is not None:
+            room = max(memory_bytes - activations, plan.stats.kv_bytes_peak)
+            plan = keep_attention(plan, model.shape, replace(model.footprint, budget_bytes=room))
         packing = tree_packing(shape, lengths, row.max_tokens)
         spine = spine_tokens(shape, row.max_tokens)
         row.spine_tokens += spine
@@ -120,23 +122,20 @@ def add_mini_batch(figures: Sequence[BudgetFigures], tree: RadixTree, shape: Tre
         row.flops_psrl += plan.stats.flops_shared
         row.forward_flops_psrl += model.shape.forward_flops(_unique_work(plan.edges.source_E, shape))
         row.kv_bytes_peak = max(row.kv_bytes_peak, plan.stats.kv_bytes_peak)
-        if plan.stats.attention_bytes:
-            row.attention_bytes = max(row.attention_bytes, plan.stats.attention_bytes)
-            row.flops_kept_attention += _spine_pairs(plan) * model.shape.flops_per_pair
-        row.activation_bytes = max(
-            row.activation_bytes,
-            *(
-                mb.num_tokens * model.activation_bytes_per_token + len(mb.rows_R) * model.logit_bytes_per_row
-                for mb in plan.micro_batches
-            ),
-        )
+        row.attention_bytes = max(row.attention_bytes, plan.stats.attention_bytes)
+        row.activation_bytes = max(row.activation_bytes, activations)
+        used = plan.stats.kv_bytes_peak + plan.stats.attention_bytes + activations
+        row.memory_bytes = max(row.memory_bytes, used)
         row.largest_micro_batch_psrl = max(row.largest_micro_batch_psrl, *(mb.num_tokens for mb in plan.micro_batches))
         row.largest_micro_batch_tree_packing = max(row.largest_micro_batch_tree_packing, packing.largest)
 
 
-def _spine_pairs(plan: ExecutionPlan) -> int:
-    """Visible (query, key) pairs of the spine's micro-batches."""
-    return sum(int((mb.last_S - mb.first_S).sum()) for mb in plan.micro_batches if mb.is_spine)
+def _activation_bytes(plan: ExecutionPlan, model: ShapedModel) -> int:
+    """Of the micro-batch that needs most."""
+    return max(
+        mb.num_tokens * model.activation_bytes_per_token + len(mb.rows_R) * model.logit_bytes_per_row
+        for mb in plan.micro_batches
+    )
 
 
 def _unique_work(sources_E: IntArray, shape: TreeShape) -> Work:

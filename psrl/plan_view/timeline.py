@@ -91,7 +91,7 @@ def make_timeline(plan: ExecutionPlan, shape: ModelShape, footprint: KVFootprint
                 during = live()
                 freed = ledger.end(index, backward=backward)
                 bytes_ = (*during, *live()) if tiers is None else tiers.of(mb, backward=backward)
-                keeps = mb.is_spine and plan.stats.attention_bytes > 0
+                keeps = index in plan.kept_attention
                 flops = micro_batch_flops(mb, shape, backward=backward, keeps_attention=keeps)
                 executions.append(
                     Execution(

@@ -165,7 +165,7 @@ class Session:
         self._max_logit_rows = max_logit_rows
         self._router = router
         self._routes = routes
-        self._kept = tuple(KeptAttention() for _ in self.caches) if plan.stats.attention_bytes else ()
+        self._kept = tuple(KeptAttention() for _ in self.caches) if plan.kept_attention else ()
         self._bound: dict[int, BoundMicroBatch] = {}
 
     def execution(self, index: int, *, chunk: int = 0, backward: bool, router_scale: float = 1.0) -> Execution:
@@ -181,7 +181,7 @@ class Session:
             )
         bound, cache = self._bind(index), self.caches[chunk]
         tables = PathTables(cache, index) if self._path_in_place and bound.plan.path_blocks else None
-        kept = self._kept[chunk] if self._kept and bound.plan.is_spine else None
+        kept = self._kept[chunk] if bound.plan.index in self.plan.kept_attention else None
         return Execution(bound, cache, backward, self.attention_backend, tables, router, self._routes, kept)
 
     @property

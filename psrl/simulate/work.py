@@ -48,12 +48,11 @@ class PassAmounts(NamedTuple):
 def shared_passes(plan: ExecutionPlan) -> list[PassAmounts]:
     """Pass 1 and pass 2 of every wave of a plan; empty ones are left out, as the runtime does."""
     amounts = [micro_batch_amounts(micro_batch) for micro_batch in plan.micro_batches]
-    keeps = plan.stats.attention_bytes > 0
     passes = []
     for wave in plan.waves:
         for order, is_training in ((wave.pass1, False), (wave.pass2, True)):
             if order:
-                kept = {m for m in order if keeps and is_training and plan.micro_batches[m].is_spine}
+                kept = plan.kept_attention if is_training else ()
                 run = tuple(amounts[m]._replace(is_kept=True) if m in kept else amounts[m] for m in order)
                 passes.append(PassAmounts(run, is_training))
     return passes

@@ -184,16 +184,20 @@ def test_activation_recompute(worker, recompute, budget):
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 def test_kept_attention_changes_no_bit(worker, recompute):
-    """Where the budget has room for the cache, but not for attention's results too, pass 2 computes them again."""
+    """Where the budget has room for the cache, but not for all of attention's results, pass 2 computes others again."""
     rows, loss_fn, batch = tree_rows() + step_rows(), ppo_loss_fn(entropy_coeff=0.1), {"calculate_entropy": True}
     kept = run_update(worker(recompute=recompute), rows, loss_fn, max_tokens=5, **batch)
     tight, stats = kept.report.stats.kv_bytes_peak, kept.report.stats
     again = run_update(worker(recompute=recompute, kv_bytes=tight), rows, loss_fn, max_tokens=5, **batch)
+    some = tight + stats.attention_bytes // 2
+    half = run_update(worker(recompute=recompute, kv_bytes=some), rows, loss_fn, max_tokens=5, **batch)
     off = run_update(worker(recompute=recompute, keep_attention=False), rows, loss_fn, max_tokens=5, **batch)
     assert kept.report.attention_bytes == stats.attention_bytes > 0
     assert stats.flops_shared < again.report.stats.flops_shared == off.report.stats.flops_shared
-    for other in (again, off):
-        assert other.report.attention_bytes == other.report.stats.attention_bytes == 0
+    assert stats.attention_bytes > half.report.attention_bytes == half.report.stats.attention_bytes > 0
+    assert stats.flops_shared < half.report.stats.flops_shared < off.report.stats.flops_shared
+    for other in (again, half, off):
+        assert other is half or other.report.attention_bytes == other.report.stats.attention_bytes == 0
         assert all(torch.equal(grad, other.grads[name]) for name, grad in kept.grads.items())
 
 

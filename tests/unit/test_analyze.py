@@ -227,8 +227,8 @@ def test_shape_from_a_config(tmp_path: Path):
 
 
 def test_best_budget():
-    rows = [BudgetFigures(m, flops_unshared=100.0, flops_psrl=f, kv_bytes_peak=b, activation_bytes=m)
-            for m, f, b in ((10, 20.0, 100), (20, 10.1, 60), (40, 10.0, 50))]  # fmt: skip
+    rows = [BudgetFigures(m, flops_unshared=100.0, flops_psrl=f, memory_bytes=b)
+            for m, f, b in ((10, 20.0, 110), (20, 10.1, 80), (40, 10.0, 90))]  # fmt: skip
     assert best_budget(rows, None).max_tokens == 20  # within 2 % of the best
     assert best_budget(rows, 85).max_tokens == 20
     assert best_budget(rows, 79) is None
@@ -236,25 +236,20 @@ def test_best_budget():
     assert best_budget(rows, None).max_tokens == 40
 
 
-def test_attention_is_kept_where_there_is_room():
-    row = BudgetFigures(8, flops_unshared=100.0, flops_psrl=20.0, kv_bytes_peak=50, activation_bytes=10,
-                        attention_bytes=5, flops_kept_attention=5.0)  # fmt: skip
-    assert (row.memory_bytes, row.speedup) == (65, 5.0)
-    assert row.within(None) == row.within(65) == row
-    without = row.within(64)
-    assert (without.memory_bytes, without.attention_bytes, without.speedup) == (60, 0, 4.0)
-
-
-def test_what_kept_attention_saves_is_what_the_plan_says(rows_file: Path):
-    """Of the spine, tokens 1, 2, 3 and 4, the second forward has no attention."""
+def test_attention_is_kept_where_there_is_room(rows_file: Path):
+    """Spine segments are 1, 2 and 3, 4: a token of the second sees more, so it is kept first."""
     options = AnalyzeOptions((rows_file,), max_tokens=(2,))
-    row = analyze(options).budgets[0]
-    shape = load_shape(options.shape).shape
-    pairs = 1 + 2 + 3 + 4
-    assert row.flops_kept_attention == pairs * shape.flops_per_pair > 0
+    row, per_pair = analyze(options).budgets[0], load_shape(options.shape).shape.flops_per_pair
     assert row.attention_bytes == 4 * 203_840
-    poor = analyze(dataclasses.replace(options, memory_gib=row.memory_bytes / 2**30 - 1e-9)).budgets[0]
-    assert poor.flops_psrl - row.flops_psrl == pytest.approx(row.flops_kept_attention)
+    assert row.memory_bytes == row.kv_bytes_peak + row.attention_bytes + row.activation_bytes
+
+    def within(num_bytes: int):
+        return analyze(dataclasses.replace(options, memory_gib=(num_bytes + 0.5) / 2**30)).budgets[0]
+
+    assert within(row.memory_bytes) == row
+    one, none = within(row.memory_bytes - 1), within(row.memory_bytes - 2 * 203_840 - 1)
+    assert (one.attention_bytes, one.flops_psrl - row.flops_psrl) == (2 * 203_840, pytest.approx((1 + 2) * per_pair))
+    assert (none.attention_bytes, none.flops_psrl - row.flops_psrl) == (0, pytest.approx((1 + 2 + 3 + 4) * per_pair))
 
 
 # ------------------------------------------------------------------------------------------------------- the command

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from psrl.cost import KVFootprint, ModelShape
 from psrl.errors import PlanError, UnsupportedError
+from psrl.kept_attention import keep_attention
 from psrl.plan_check import check_plan
 from psrl.planner import build_plan
 from psrl.runtime.attention import AttentionLayout, KeptAttention, KeptResult, attend_layout, flash, kernels
@@ -47,11 +48,40 @@ def test_a_plan_without_a_second_forward_keeps_nothing():
     assert (whole.stats.spine_tokens, whole.stats.attention_bytes) == (0, 0)
 
 
-def test_the_budget_has_room_for_all_or_none_is_kept():
-    assert plan_of(footprint(7, budget=740)).stats.attention_bytes == 140
-    tight = plan_of(footprint(7, budget=739))
-    assert (tight.stats.kv_bytes_peak, tight.stats.attention_bytes) == (600, 0)
-    assert tight.stats.flops_shared == plan_of(footprint(0)).stats.flops_shared
+def test_the_budget_decides_how_much_is_kept():
+    """Of two segments of ten tokens, the second sees more: 155 pairs and 55."""
+    whole = plan_of(footprint(7))
+    assert plan_of(footprint(7, budget=740)).kept_attention == whole.kept_attention == {0, 1}
+    for budget in (739, 670):
+        one = plan_of(footprint(7, budget=budget))
+        assert (one.kept_attention, one.stats.kv_bytes_peak, one.stats.attention_bytes) == ({1}, 600, 70)
+        assert one.stats.flops_shared - whole.stats.flops_shared == 55 * SHAPE.flops_per_pair
+    none = plan_of(footprint(7, budget=669))
+    assert (none.kept_attention, none.stats.kv_bytes_peak, none.stats.attention_bytes) == (frozenset(), 600, 0)
+    assert none.stats.flops_shared == plan_of(footprint(0)).stats.flops_shared
+
+
+def test_a_plan_is_decided_anew_for_another_budget():
+    """With what planning for that budget gives, to the last bit."""
+    plans = [plan_of(footprint(7, budget=budget)) for budget in (None, 740, 700, 640)]
+    for made in plans:
+        for wanted, budget in zip(plans, (None, 740, 700, 640), strict=True):
+            again = keep_attention(made, SHAPE, footprint(7, budget=budget))
+            assert (again.kept_attention, again.stats) == (wanted.kept_attention, wanted.stats)
+    forward = plan_of(footprint(7), forward_only=True)
+    assert keep_attention(forward, SHAPE, footprint(7)) is forward
+
+
+def test_a_small_segment_is_kept_where_a_larger_one_has_no_room():
+    """Micro-batches of 8, 7 and 9 tokens, in the order of keys that a token sees."""
+    leaves = [[*range(41, 45), *range(start, start + 8)] for start in (50, 60)]
+    batch = SampleBatch.from_lists([range(1, 31), *leaves], [[0] + [1] * 29, *[[0] + [1] * 11] * 2])
+    whole = plan_of(footprint(7), batch)
+    assert [whole.micro_batches[m].num_tokens for m in sorted(whole.kept_attention)] == [9, 8, 7]
+    peak = whole.stats.kv_bytes_peak
+    for room, tokens in ((168, 24), (167, 15), (105, 15), (104, 8), (56, 8), (55, 7), (49, 7), (48, 0)):
+        plan = plan_of(footprint(7, budget=peak + room), batch)
+        assert plan.stats.attention_bytes == 7 * tokens
 
 
 def test_waves_keep_nothing():
@@ -66,6 +96,10 @@ def test_the_checker_knows_the_bytes():
         stats = dataclasses.replace(plan.stats, attention_bytes=wrong)
         with pytest.raises(PlanError, match="attention"):
             check_plan(dataclasses.replace(plan, stats=stats), CHAIN, footprint(7))
+    leaf = next(mb.index for mb in plan.micro_batches if not mb.is_spine)
+    for kept in (frozenset({0}), frozenset({0, 1, leaf})):
+        with pytest.raises(PlanError, match="attention"):
+            check_plan(dataclasses.replace(plan, kept_attention=kept), CHAIN, footprint(7))
     with pytest.raises(PlanError, match="attention"):  # more than the budget
         check_plan(plan, CHAIN, footprint(7, budget=739))
 
@@ -149,11 +183,13 @@ def test_what_was_not_kept_is_an_error():
 
 
 def test_the_simulator_computes_no_attention_in_the_forward_of_what_is_kept():
-    for bytes_per_token, is_kept in ((0, False), (7, True)):
-        forward, training = shared_passes(plan_of(footprint(bytes_per_token)))
+    for footprint_, kept in (
+        (footprint(0), [False, False]), (footprint(7), [True, True]), (footprint(7, budget=700), [True, False])
+    ):  # fmt: skip
+        forward, training = shared_passes(plan_of(footprint_))
         assert [amounts.is_kept for amounts in forward.micro_batches] == [False, False]
         # The leaf, then the two segments of the spine, of the last 10 and the first 10 tokens.
-        assert [amounts.is_kept for amounts in training.micro_batches] == [False, is_kept, is_kept]
+        assert [amounts.is_kept for amounts in training.micro_batches] == [False, *kept]
         assert [amounts.pairs for amounts in training.micro_batches] == [255, 155, 55]
-        computed = [255, 0, 0] if is_kept else [255, 155, 55]
+        computed = [255, *(0 if is_kept else pairs for is_kept, pairs in zip(kept, (155, 55), strict=True))]
         assert [amounts.in_forward.pairs for amounts in training.micro_batches] == computed

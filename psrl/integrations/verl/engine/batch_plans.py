@@ -22,6 +22,7 @@ from psrl.cost import KVFootprint, ModelShape
 from psrl.integrations.verl.engine.batch import samples_from_tensordict
 from psrl.integrations.verl.engine.fused_options import check_fused_batch
 from psrl.integrations.verl.engine.routes import replayed_routes, take_routes
+from psrl.kept_attention import keep_attention
 from psrl.planner import build_plan
 from psrl.routes import share_last_tokens, with_routes
 from psrl.systems import System
@@ -141,8 +142,8 @@ class BatchPlans:
     def plan(self, *, forward_only: bool) -> ExecutionPlan:
         """The plan within what the cache may take now. Collective over ranks that share it where there is a budget.
 
-        A plan whose peak fits the budget, with what it keeps of attention, is the one that is made without a budget
-        (``waves.plan_waves``).
+        A plan whose peak fits the budget is the one that is made without a budget (``waves.plan_waves``), but for what
+        it keeps of attention.
 
         Raises:
             MemoryBudgetError: the budget is too small.
@@ -151,16 +152,22 @@ class BatchPlans:
         start = time.perf_counter()
         self.asked.append(forward_only)
         plan = self._without_budget.get(forward_only)
-        if plan is None or (budget is not None and plan.stats.kv_bytes_peak + plan.stats.attention_bytes > budget):
+        if plan is None or (budget is not None and plan.stats.kv_bytes_peak > budget):
             plan = self._build(budget, forward_only)
+        elif budget is not None:
+            options = self._options(budget, forward_only)
+            plan = keep_attention(plan, options["shape"], options["footprint"])
         if not any(self._engine.chunk_layers):
             plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0, attention_bytes=0))
         self.seconds += time.perf_counter() - start
         return plan
 
     def _build(self, budget: int | None, forward_only: bool) -> ExecutionPlan:
+        return self._made.plan(**self._options(budget, forward_only))
+
+    def _options(self, budget: int | None, forward_only: bool) -> PlanOptions:
         max_tokens = self._engine.max_tokens(self.data, forward_only)
-        return self._made.plan(**self._engine.plan_options(max_tokens, budget, forward_only=forward_only))
+        return self._engine.plan_options(max_tokens, budget, forward_only=forward_only)
 
 
 @contextlib.contextmanager
