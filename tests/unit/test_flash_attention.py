@@ -4,6 +4,7 @@ The packages' kernels need a GPU (``tests/gpu``); the batching, the merge and th
 """
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -149,6 +150,14 @@ def test_choice_of_the_kernel(monkeypatch):
         choose(8, 192, 128)
     monkeypatch.setattr(flash_kernels, "is_installed", lambda module: False)
     assert choose(9, 128, 128).name == "torch"
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
+    """As one that was compiled for another torch: no silent fallback to PyTorch's own kernel."""
+    monkeypatch.setattr(flash_kernels, "is_installed", lambda module: module == "flash_attn.flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)
+    with pytest.raises(UnsupportedError, match=r"flash_attn\.flash_attn_interface is installed but cannot be imported"):
+        flash_kernels._choose.__wrapped__(8, 128, 128)
 
 
 def test_missing_package_is_not_found():

@@ -168,7 +168,7 @@ def varlen_kernel(device: torch.device, head_dim: int, v_head_dim: int) -> Varle
     """The newest installed kernel made for the device that takes these head dims; PyTorch's own is always there.
 
     Raises:
-        UnsupportedError: not a CUDA device, or no kernel takes the head dims.
+        UnsupportedError: not a CUDA device, no kernel takes the head dims, or an installed one cannot be imported.
     """
     if device.type != "cuda":
         raise UnsupportedError(
@@ -184,7 +184,7 @@ def _choose(major: int, head_dim: int, v_head_dim: int) -> VarlenKernel:
         candidates.insert(0, ("flash_attn.cute.interface", Flash4Kernel))
     if major == 9:
         candidates.insert(0, ("flash_attn_interface", Flash3Kernel))
-    kernels = [kind() for module, kind in candidates if is_installed(module)] + [TorchVarlenKernel()]
+    kernels = [_load(module, kind) for module, kind in candidates if is_installed(module)] + [TorchVarlenKernel()]
     for kernel in kernels:
         if kernel.takes(head_dim, v_head_dim):
             log.info("attention backend 'flash' runs %s for head dims %d and %d", kernel.name, head_dim, v_head_dim)
@@ -194,6 +194,17 @@ def _choose(major: int, head_dim: int, v_head_dim: int) -> VarlenKernel:
         f"attention backend 'flash' has no kernel for head dims {head_dim} and {v_head_dim} (has {names}): "
         "set psrl.attention_backend=triton"
     )
+
+
+def _load(module: str, kind: type) -> VarlenKernel:
+    """A package that was compiled for another torch is found, but its import fails."""
+    try:
+        return kind()
+    except ImportError as error:
+        raise UnsupportedError(
+            f"attention backend 'flash': {module} is installed but cannot be imported ({error}): install it for torch "
+            f"{torch.__version__}, uninstall it, or set psrl.attention_backend=triton"
+        ) from error
 
 
 def is_installed(module: str) -> bool:
