@@ -133,9 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--textworld", type=int, metavar="GAMES", help="generate traces, instead or besides")
     parser.add_argument("--out", type=Path, required=True, help="folder for everything; made if absent")
     parser.add_argument("--cpu", action="store_true", help="toy sizes on the CPU, to see that the session works")
-    parser.add_argument(
-        "--parts", nargs="+", choices=("doctor", "tests", "tune", "attention", "step"), help="only these"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
     parser.add_argument("--model", default="qwen2.5-1.5b", help="of the parts tune and step")
     parser.add_argument("--tokenizer", default="bytes", help="as benchmarks/step.py")
     parser.add_argument("--max-tokens", type=int, default=8192, help="as benchmarks/step.py")
