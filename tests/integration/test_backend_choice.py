@@ -20,9 +20,9 @@ from psrl.integrations.megatron.backend_choice import (
     choose_backend,
     measured_choice,
 )
-from psrl.runtime.attention import records
+from psrl.runtime.attention import records, trial
 from psrl.runtime.attention.cached_layer import LayerShape
-from psrl.runtime.attention.trial import Fan, TrialTimes, run_trial, trial_step
+from psrl.runtime.attention.trial import Fan, StandIn, TrialTimes, run_trial
 from psrl.runtime.attention.triton import tuning
 from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
 from tests.helpers.ranks import RankPool
@@ -101,13 +101,42 @@ def test_backends_take_turns_and_medians_are_added():
 def test_backends_compute_the_same_attention_of_a_stand_in():
     """What is timed is attention under the fan's mask, forward and backward, by every backend alike."""
     for fan in FANS:
-        dense, tiles = (trial_step(name, fan, SHAPE, False)() for name in ("reference", "sdpa"))
+        dense, tiles = (StandIn.make(fan, SHAPE).step(name, False)() for name in ("reference", "sdpa"))
         assert [x.shape for x in dense] == [(fan.num_local, 4, 16), *[(fan.num_local, 2, 16)] * 2]
         for x, y in zip(dense, tiles, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     # Two branches of 7 on a path of 20: each sees the path and itself.
     assert FANS[1].layout().visible_pairs == 14 * 20 + 2 * (7 * 8 // 2)
     assert FANS[0].layout().visible_pairs == 12 * 13 // 2 + 15 * 12 + 3 * (5 * 6 // 2)
+
+
+def test_a_refusal_on_a_later_stand_in_leaves_a_backend_out(monkeypatch):
+    attend = trial.attend_layout
+
+    def refusing(q, k, v, layout, backend):
+        if backend == "reference" and layout.num_keys > layout.num_queries:
+            raise UnsupportedError("no paths")
+        return attend(q, k, v, layout, backend=backend)
+
+    monkeypatch.setattr(trial, "attend_layout", refusing)
+    monkeypatch.setattr("psrl.runtime.attention.cached_layer.attend_layout", refusing)
+    got = run_trial(("reference", "sdpa"), SHAPE, in_place=False, fans=FANS, seconds_of=lambda run: 3.0)
+    assert got == TrialTimes({"sdpa": 6.0}, {"reference": "no paths"})
+
+
+def test_a_backend_that_breaks_is_named(monkeypatch):
+    """It is no refusal: what fails once for another reason is not remembered as what cannot run."""
+
+    def broken(*args, backend, **kwargs):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(trial, "attend_layout", broken)
+    wanted = (
+        r"backend 'sdpa' failed while auto was measured \(RuntimeError: CUDA out of memory\): set psrl\.attention_b"
+    )
+    with pytest.raises(UnsupportedError, match=wanted):
+        measured_choice(SHAPE, False, None, ("sdpa",), fans=FANS)
+    assert not records.records_folder().exists()
 
 
 def test_a_trial_leaves_random_numbers_alone():

@@ -81,12 +81,12 @@ def test_both_ways_are_one_attention():
 def test_a_trial_reads_the_path_where_the_model_would():
     """The same gradients from blocks in place and from a copy; ``sdpa`` only ever has the copy."""
     from psrl.runtime.attention.cached_layer import LayerShape
-    from psrl.runtime.attention.trial import Fan, run_trial, trial_step
+    from psrl.runtime.attention.trial import Fan, StandIn, run_trial
 
     shape, fan = LayerShape(4, 2, 16, 16, torch.float32, torch.device("cpu")), Fan(20, 0, 2, 7)
-    in_place, gathered, sdpa = (trial_step(*case)() for case in (
-        ("triton", fan, shape, True), ("triton", fan, shape, False), ("sdpa", fan, shape, False)
-    ))  # fmt: skip
+    stand_in = StandIn.make(fan, shape)
+    steps = [stand_in.step("triton", True), stand_in.step("triton", False), stand_in.step("sdpa", False)]
+    in_place, gathered, sdpa = (step() for step in steps)
     for one, other, tiles in zip(in_place, gathered, sdpa, strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, tiles, rtol=1e-5, atol=1e-5)
@@ -98,8 +98,9 @@ def test_tiles_are_tuned_one_kernel_after_the_other(monkeypatch):
     """The fastest wins where it gains enough; what does not fit is left out; the default is back afterwards."""
     from triton.runtime.errors import OutOfResources
 
+    from psrl.errors import UnsupportedError
     from psrl.runtime.attention.cached_layer import LayerShape
-    from psrl.runtime.attention.trial import Fan
+    from psrl.runtime.attention.trial import Fan, run_trial
     from psrl.runtime.attention.triton import backend, configs, tuning
     from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig
 
@@ -114,14 +115,19 @@ def test_tiles_are_tuned_one_kernel_after_the_other(monkeypatch):
         forward = {(32, 32, 4, 1): 0.3, (64, 16, 8, 1): 0.4}
         return 1.0 - forward.get(tuple(tiles.forward), 0.0) - {(64, 64, 8, 1): 0.005}.get(tuple(tiles.dq), 0.0)
 
-    launches = backend.forward_launches
+    launches, too_large = backend.forward_launches, [BlockSizes(64, 16, 8, 1)]
 
-    def fits(*args):
-        if args[-1].forward == BlockSizes(64, 16, 8, 1):
+    class DoesNotFit:
+        __name__ = "forward_kernel"
+
+        def __getitem__(self, grid):
             raise OutOfResources(300, 227, "shared memory")
-        return launches(*args)
 
-    monkeypatch.setattr(backend, "forward_launches", fits)
+    def limited_launches(*args):
+        first, *others = launches(*args)
+        return [first._replace(kernel=DoesNotFit()) if args[-1].forward in too_large else first, *others]
+
+    monkeypatch.setattr(backend, "forward_launches", limited_launches)
     noted = []
     tuning_result = tuning.tune_tiles(shape, fans, seconds_of, noted.append)
     assert tuning_result.tiles == default._replace(forward=BlockSizes(32, 32, 4, 1))  # a gain of 0.5 % is none
@@ -134,16 +140,24 @@ def test_tiles_are_tuned_one_kernel_after_the_other(monkeypatch):
     assert all(x.seconds <= 1.4 for x in noted if x.kernel != "forward")  # measured with the better forward
     assert [x.kernel for x in noted] == ["forward"] * 6 + ["dq"] * 6 + ["dkv"] * 6
     assert configs.kernel_config(*key, 9) == default
+    too_large.append(default.forward)
+    with pytest.raises(
+        UnsupportedError, match=r"forward_kernel does not fit this device .*shared memory, Required: 300"
+    ):
+        tuning.tune_tiles(shape, fans, seconds_of)
+    assert configs.kernel_config(*key, 9) == default
+    trial = run_trial(("triton", "sdpa"), shape, in_place=True, fans=fans, seconds_of=seconds_of)
+    assert trial.seconds == {"sdpa": 2.0} and "forward_kernel does not fit" in trial.refusals["triton"]
 
 
 def test_tuned_tiles_compute_the_same():
     from psrl.runtime.attention.cached_layer import LayerShape
-    from psrl.runtime.attention.trial import Fan, trial_step
+    from psrl.runtime.attention.trial import Fan, StandIn
     from psrl.runtime.attention.triton import backend, configs
     from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig
 
     shape, fan = LayerShape(2, 1, 16, 16, torch.float32, torch.device("cpu")), Fan(20, 0, 2, 7)
-    step = trial_step("triton", fan, shape, True)
+    step = StandIn.make(fan, shape).step("triton", True)
     before = step()
     seen, read = [], backend.kernel_config
     configs.use_tiles(16, 16, torch.float32, tiles := KernelConfig(*[BlockSizes(16, 16, 4, 1)] * 3, "ieee"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from psrl.errors import UnsupportedError
+from psrl.errors import PSRLError, UnsupportedError
 from psrl.runtime.attention.cached_layer import CachedBlocks, LayerShape
 from psrl.runtime.attention.dispatch import attend_layout
 from psrl.runtime.attention.layout import AttentionLayout
@@ -74,45 +74,75 @@ def run_trial(
     fans: Sequence[Fan] = FANS,
     seconds_of: SecondsOf = call_seconds,
 ) -> TrialTimes:
-    """Run every backend on every stand-in. Draws no numbers from torch's global generators.
+    """Run every backend on every stand-in. Draws no numbers from torch's global generators, and leaves no memory of
+    the device reserved: a cache's budget is a share of what is free.
 
     Args:
         in_place: backends that can read a cached path in its blocks do so, as the model would.
         seconds_of: time of a call.
+
+    Raises:
+        UnsupportedError: a backend that takes such layers failed; names it, and the way out.
     """
-    steps: dict[str, list[Callable[[], Any]]] = {}
+    seconds: dict[str, float] = dict.fromkeys(backends, 0.0)
     refusals: dict[str, str] = {}
-    for backend in backends:
-        try:
-            reads_blocks = in_place and backend in IN_PLACE_BACKENDS
-            steps[backend] = [trial_step(backend, fan, shape, reads_blocks) for fan in fans]
-            for step in steps[backend]:
-                step()  # compiles
-        except UnsupportedError as refusal:
-            steps.pop(backend, None)
-            refusals[backend] = str(refusal)
-    seconds = dict.fromkeys(steps, 0.0)
-    for index in range(len(fans)):
-        rounds = [{backend: seconds_of(calls[index]) for backend, calls in steps.items()} for _ in range(ROUNDS)]
-        for backend in steps:
-            seconds[backend] += statistics.median(times[backend] for times in rounds)
+    for fan in fans:
+        found = _fan_times(list(seconds), StandIn.make(fan, shape), in_place, seconds_of)
+        seconds = {backend: seconds[backend] + took for backend, took in found.seconds.items()}
+        refusals |= found.refusals
+    if shape.device.type == "cuda":
+        torch.cuda.empty_cache()
     return TrialTimes(seconds, refusals)
 
 
-def trial_step(backend: str, fan: Fan, shape: LayerShape, in_place: bool) -> Callable[[], Any]:
-    """Forward and backward of one layer: returns dq, dk and dv of local tokens, and adds those of the path to blocks.
+def _fan_times(backends: Sequence[str], stand_in: StandIn, in_place: bool, seconds_of: SecondsOf) -> TrialTimes:
+    steps: dict[str, Callable[[], Any]] = {}
+    refusals: dict[str, str] = {}
+    for backend in backends:
+        try:
+            step = stand_in.step(backend, in_place and backend in IN_PLACE_BACKENDS)
+            step()  # compiles
+        except UnsupportedError as refusal:
+            refusals[backend] = str(refusal)
+        except PSRLError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"attention backend {backend!r} failed while auto was measured ({type(error).__name__}: {error}): "
+                "set psrl.attention_backend to another one"
+            ) from error
+        else:
+            steps[backend] = step
+    rounds = [{backend: seconds_of(step) for backend, step in steps.items()} for _ in range(ROUNDS)]
+    return TrialTimes({backend: statistics.median(x[backend] for x in rounds) for backend in steps}, refusals)
 
-    Raises:
-        UnsupportedError: Triton is not installed.
-    """
-    generator = torch.Generator(shape.device).manual_seed(0)
-    layout = fan.layout()
-    *inputs, grad_out = shape.inputs(fan.num_local, fan.num_local, generator)
-    leaves = [x.requires_grad_() for x in inputs]
-    attention: Callable[..., Tensor]
-    if fan.path:
-        blocks = CachedBlocks.random(fan.path, _BLOCKS, shape, generator)
-        attention = blocks.in_place(layout) if in_place else blocks.gathered(layout, backend)
-    else:
-        attention = functools.partial(attend_layout, layout=layout, backend=backend)
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, grad_out)
+
+class StandIn(NamedTuple):
+    """For a micro-batch: what attention of one layer reads, for all backends."""
+
+    layout: AttentionLayout
+    inputs: list[Tensor]
+    """q, k and v of local tokens, which ask for gradients."""
+    grad_out: Tensor
+    path: CachedBlocks | None
+
+    @classmethod
+    def make(cls, fan: Fan, shape: LayerShape) -> StandIn:
+        generator = torch.Generator(shape.device).manual_seed(0)
+        *inputs, grad_out = shape.inputs(fan.num_local, fan.num_local, generator)
+        path = CachedBlocks.random(fan.path, _BLOCKS, shape, generator) if fan.path else None
+        return cls(fan.layout(), [x.requires_grad_() for x in inputs], grad_out, path)
+
+    def step(self, backend: str, in_place: bool) -> Callable[[], Any]:
+        """Forward and backward of one layer: returns dq, dk and dv of local tokens, and adds those of the path to its
+        blocks.
+
+        Raises:
+            UnsupportedError: Triton is not installed.
+        """
+        attention: Callable[..., Tensor]
+        if self.path is None:
+            attention = functools.partial(attend_layout, layout=self.layout, backend=backend)
+        else:
+            attention = self.path.in_place(self.layout) if in_place else self.path.gathered(self.layout, backend)
+        return lambda: torch.autograd.grad(attention(*self.inputs), self.inputs, self.grad_out)

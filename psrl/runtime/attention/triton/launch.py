@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from psrl.errors import UnsupportedError
 from psrl.runtime.attention.block_tiles import BlockTiles, TileList, build_block_tiles, plan_work
 from psrl.runtime.attention.layout import AttentionLayout
 from psrl.runtime.attention.triton import backward_keys, backward_queries, forward
@@ -35,7 +37,17 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.args, **self.options)
+        """
+        Raises:
+            UnsupportedError: the device has no room for the kernel's tiles, or its assembler gives up on them.
+        """
+        try:
+            self.kernel[self.grid](**self.args, **self.options)
+        except (OutOfResources, PTXASError) as error:
+            raise UnsupportedError(
+                f"attention backend 'triton': {self.kernel.__name__} does not fit this device ({error}): set "
+                "psrl.attention_backend to flash or sdpa"
+            ) from error
 
 
 class Work(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from triton.runtime.errors import OutOfResources
 
+from psrl.errors import UnsupportedError
 from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.records import Kind, kind_of, read_record, write_record
-from psrl.runtime.attention.trial import FANS, ROUNDS, Fan, SecondsOf, call_seconds, trial_step
+from psrl.runtime.attention.trial import FANS, ROUNDS, Fan, SecondsOf, StandIn, call_seconds
 from psrl.runtime.attention.triton.backend import INTERPRETER_MAJOR
 from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
 
@@ -65,24 +65,23 @@ def tune_tiles(
         note: told of every candidate.
 
     Raises:
-        UnsupportedError: no kernel for this device, dtype or head dim.
+        UnsupportedError: no kernel for this device, dtype or head dim, or the default tiles do not fit the device.
     """
     key = shape.head_dim, shape.v_head_dim, shape.dtype
     use_tiles(*key, None)
     best = kernel_config(*key, _major(shape.device))
-    steps = [trial_step("triton", fan, shape, in_place=True) for fan in fans]
+    steps = [StandIn.make(fan, shape).step("triton", in_place=True) for fan in fans]
     tried: list[TileTime] = []
     try:
         for kernel in KERNELS:
             default, *others = candidates(getattr(best, kernel))
             least = _time(best, steps, key, seconds_of)
-            assert least is not None, "default tiles fit every device"
             tried.append(TileTime(kernel, default, least))
             note(tried[-1])
             limit = least * (1 - MIN_GAIN)
             for blocks in others:
                 config = best._replace(**{kernel: blocks})
-                tried.append(TileTime(kernel, blocks, _time(config, steps, key, seconds_of)))
+                tried.append(TileTime(kernel, blocks, _time_if_it_fits(config, steps, key, seconds_of)))
                 note(tried[-1])
             fits = [x for x in tried if x.kernel == kernel and x.seconds is not None and x.seconds <= limit]
             if fits:
@@ -114,14 +113,18 @@ def _time(
     steps: Sequence[Callable[[], Any]],
     key: tuple[int, int, torch.dtype],
     seconds_of: SecondsOf,
-) -> float | None:
+) -> float:
     use_tiles(*key, config)
-    try:
-        for step in steps:
-            step()  # compiles
-    except OutOfResources:
-        return None
+    for step in steps:
+        step()  # compiles
     return sum(statistics.median(seconds_of(step) for _ in range(ROUNDS)) for step in steps)
+
+
+def _time_if_it_fits(*args: Any) -> float | None:
+    try:
+        return _time(*args)
+    except UnsupportedError:  # of the tiles: the default ones have run on this device
+        return None
 
 
 def _major(device: torch.device) -> int:
