@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from psrl.cost import LatentShape, ModelShape
-from psrl.errors import ConfigError, UnsupportedError
+from psrl.errors import ConfigError, RankError, UnsupportedError
 from psrl.integrations.megatron import backend_choice
 from psrl.integrations.megatron.backend_choice import (
     BackendChoice,
@@ -180,6 +180,19 @@ def test_other_tiles_are_measured_anew(monkeypatch, tiles):
     assert kernel_config(16, 16, torch.float32, 9) == tiles  # what the trial ran
 
 
+@pytest.mark.parametrize("values", [1, [], {}, {"seconds": {"sdpa": 1.0}, "refusals": {}},
+    {"seconds": {"sdpa": "1", "flash": 1.0}, "refusals": {"triton": ""}},
+    {"seconds": {"sdpa": 0.0}, "refusals": {"triton": "", "flash": ""}},
+])  # fmt: skip
+def test_a_record_of_another_shape_is_measured_again(monkeypatch, cache, caplog, values):
+    measured(monkeypatch, times(sdpa=1.0))
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "values": values}))
+    with caplog.at_level(logging.WARNING):
+        assert measured(monkeypatch, times(flash=1.0))[1] == 1
+    assert f"{file} is no measurement of attention" in caplog.text
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"values": 1}', "", "null"])
 def test_a_broken_record_is_measured_again_and_said(monkeypatch, cache, caplog, text):
     measured(monkeypatch, times(sdpa=1.0))
@@ -213,15 +226,24 @@ def test_tiles_survive_the_record(monkeypatch, tiles, cache):
     assert tuning.remembered_tiles(SHAPE) == tiles
     assert tuning.remembered_tiles(SHAPE._replace(num_heads=32)) == tiles  # keyed on head dims and dtype only
     assert tuning.remembered_tiles(SHAPE._replace(head_dim=32)) is None
+    (file,) = cache.iterdir()
+    record = json.loads(file.read_text())
+    for broken in ([1, 2], [*record["values"]["tiles"][:3], "fp8"], [[0, 1, 2, 3]] * 3 + ["ieee"], None):
+        file.write_text(json.dumps({**record, "values": {"tiles": broken}}))
+        assert tuning.remembered_tiles(SHAPE) is None
+    file.write_text(json.dumps(record))
+    assert tuning.remembered_tiles(SHAPE) == tiles
     monkeypatch.setattr(torch, "__version__", "99")
     assert tuning.remembered_tiles(SHAPE) is None
 
 
-def _choice_on_rank(fails: bool) -> str:
+def _choice_on_rank(fails: bool, unexpected: Exception | None = None) -> str:
     rank = torch.distributed.get_rank()
 
     def measure() -> BackendChoice:
         assert rank == 0, "only rank 0 measures"
+        if unexpected is not None:
+            raise unexpected
         choice = choice_of(TrialTimes({}, {"triton": "no GPU"}) if fails else times(triton=1.0), CANDIDATES)
         return choice._replace(tiles=TILES)
 
@@ -229,7 +251,7 @@ def _choice_on_rank(fails: bool) -> str:
         choice = agreed_choice(measure, SHAPE)
         assert kernel_config(16, 16, torch.float32, 9) == TILES
         return str(choice)
-    except UnsupportedError as error:
+    except (UnsupportedError, RankError, OSError) as error:
         return f"raised {error}"
 
 
@@ -242,5 +264,8 @@ def test_ranks_agree(tmp_path):
         )
         wanted = "raised no attention backend runs this model here: triton: no GPU"
         assert pool.run(_choice_on_rank, True) == [wanted] * 2
+        # No rank waits for one that has failed.
+        says = "raised rank 0 failed while it chose the attention backend: OSError('no disk')"
+        assert pool.run(_choice_on_rank, False, OSError("no disk")) == ["raised no disk", says]
     finally:
         pool.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from psrl.errors import PSRLError, UnsupportedError
+from psrl.errors import PSRLError, RankError, UnsupportedError
 from psrl.runtime.attention import KEEPING_BACKENDS, resolve_backend
 from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.records import kind_of, read_record, write_record
@@ -76,16 +76,17 @@ def choose_backend(backend: str, shape: LayerShape, *, in_place: bool) -> Backen
 
 
 def agreed_choice(find: Callable[[], BackendChoice], shape: LayerShape) -> BackendChoice:
-    """What ``find`` returns or raises on rank 0, on all ranks; sets its tiles. Collective."""
+    """What ``find`` returns or raises on rank 0, on all ranks; sets its tiles. Collective.
+
+    Raises:
+        RankError: on the other ranks, where ``find`` raised what is none of psrl's errors.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         choice = find()
     else:
         outcome: list[BackendChoice | PSRLError | None] = [None]
         if dist.get_rank() == 0:
-            try:
-                outcome[0] = find()
-            except PSRLError as error:
-                outcome[0] = error
+            outcome[0] = _outcome(find)
         dist.broadcast_object_list(outcome)
         if isinstance(outcome[0], PSRLError):
             raise outcome[0]
@@ -94,6 +95,17 @@ def agreed_choice(find: Callable[[], BackendChoice], shape: LayerShape) -> Backe
     if choice.tiles is not None:
         _set_tiles(shape, choice.tiles)
     return choice
+
+
+def _outcome(find: Callable[[], BackendChoice]) -> BackendChoice | PSRLError:
+    """Also an error that psrl did not expect ends all ranks: they wait for what rank 0 finds."""
+    try:
+        return find()
+    except PSRLError as error:
+        return error
+    except Exception as error:
+        dist.broadcast_object_list([RankError(f"rank 0 failed while it chose the attention backend: {error!r}")])
+        raise
 
 
 def measured_choice(
@@ -121,14 +133,12 @@ def measured_choice(
         heads=[shape.num_heads, shape.num_kv_heads],
         path="in place" if in_place else "gathered",
     )
-    values = read_record(kind)
-    if values is None:
+    times = read_record(kind, lambda values: _times(values, candidates))
+    if times is None:
         if tiles is not None:
             _set_tiles(shape, tiles)
         times = run_trial(candidates, shape, in_place=in_place, fans=fans, seconds_of=seconds_of)
         write_record(kind, times._asdict())
-    else:
-        times = TrialTimes(values["seconds"], values["refusals"])
     return choice_of(times, candidates)._replace(tiles=tiles)
 
 
@@ -148,6 +158,18 @@ def choice_of(times: TrialTimes, candidates: Sequence[str]) -> BackendChoice:
               if other in seconds and other != name]  # fmt: skip
     others += [f"{other} cannot run" for other in candidates if other in times.refusals]
     return BackendChoice(name, ", ".join(["auto, measured", *others]))
+
+
+def _times(values: Any, candidates: Sequence[str]) -> TrialTimes:
+    """
+    Raises:
+        ValueError: not of these candidates, or no seconds.
+        TypeError, KeyError: other JSON.
+    """
+    seconds, refusals = dict(values["seconds"]), dict(values["refusals"])
+    if {*seconds, *refusals} != {*candidates} or not all(x > 0 for x in seconds.values()):
+        raise ValueError(f"no times of {', '.join(candidates)}: {values}")
+    return TrialTimes(seconds, refusals)
 
 
 def _tuned_tiles(shape: LayerShape) -> KernelConfig | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from psrl.files import cache_dir, staged_text
 from psrl.runtime.attention.cached_layer import LayerShape
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 Kind = dict[str, Any]
 """What a measurement holds for, as JSON values. What it was measured ``with`` is not part of the file's name: with
@@ -55,12 +56,16 @@ def device_name(device: torch.device) -> str:
     return f"{properties.name} sm_{properties.major}{properties.minor}"
 
 
-def read_record(kind: Kind) -> dict[str, Any] | None:
-    """What was measured; None: nothing, or with other versions. A file that is no record is logged and not read."""
+def read_record(kind: Kind, parse: Callable[[Any], _T]) -> _T | None:
+    """What was measured; None: nothing, or with other versions. A file that is no record is logged and left out.
+
+    Args:
+        parse: from a record's values; raises a ``ValueError``, ``TypeError`` or ``KeyError`` where they are none.
+    """
     path = _path(kind)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return record["values"] if record["kind"] == kind else None
+        return parse(record["values"]) if record["kind"] == kind else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

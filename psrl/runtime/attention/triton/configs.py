@@ -10,6 +10,7 @@ from psrl.errors import UnsupportedError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+PRECISIONS = ("tf32", "ieee")
 
 
 class BlockSizes(NamedTuple):

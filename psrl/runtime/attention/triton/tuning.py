@@ -16,7 +16,7 @@ from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.records import Kind, kind_of, read_record, write_record
 from psrl.runtime.attention.trial import FANS, ROUNDS, Fan, SecondsOf, StandIn, call_seconds
 from psrl.runtime.attention.triton.backend import INTERPRETER_MAJOR
-from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
+from psrl.runtime.attention.triton.configs import PRECISIONS, BlockSizes, KernelConfig, kernel_config, use_tiles
 
 KERNELS = ("forward", "dq", "dkv")
 MIN_BLOCK = 16
@@ -97,11 +97,20 @@ def remember_tiles(shape: LayerShape, tiles: KernelConfig) -> None:
 
 def remembered_tiles(shape: LayerShape) -> KernelConfig | None:
     """What ``remember_tiles`` was given on such a device; None: nothing, or with other versions."""
-    values = read_record(_kind(shape))
-    if values is None:
-        return None
-    forward, dq, dkv, precision = values["tiles"]
-    return KernelConfig(BlockSizes(*forward), BlockSizes(*dq), BlockSizes(*dkv), precision)
+    return read_record(_kind(shape), _tiles)
+
+
+def _tiles(values: Any) -> KernelConfig:
+    """
+    Raises:
+        ValueError: no sizes.
+        TypeError, KeyError: other JSON.
+    """
+    *kernels, precision = values["tiles"]
+    forward, dq, dkv = (BlockSizes(*sizes) for sizes in kernels)
+    if precision not in PRECISIONS or not all(isinstance(x, int) and x > 0 for x in (*forward, *dq, *dkv)):
+        raise ValueError(f"no tiles: {values['tiles']}")
+    return KernelConfig(forward, dq, dkv, precision)
 
 
 def _kind(shape: LayerShape) -> Kind:
