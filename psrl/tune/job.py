@@ -40,13 +40,15 @@ class TuneOptions:
         """And whether attention is latent.
 
         Raises:
-            ConfigError: heads do not divide by ``--tp``.
+            ConfigError: ``--tp`` ranks cannot share the heads.
             InputError: no such model.
             UnsupportedError: no such device.
         """
         model = load_model(self.model, "MODEL").shape
-        if model.num_heads % self.tensor_parallel:
-            raise ConfigError(f"--tp {self.tensor_parallel} does not divide {model.num_heads} heads")
+        heads, ranks = model.num_heads, self.tensor_parallel
+        kv_heads = heads if model.latent is not None else model.num_kv_heads
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):  # as Megatron-Core's TransformerConfig
+            raise ConfigError(f"--tp {ranks} does not divide {heads} heads on {kv_heads} key/value heads")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UnsupportedError("no CUDA device: kernels are measured where they will run")
         device = torch.device(self.device, 0) if self.device == "cuda" else torch.device(self.device)

@@ -25,6 +25,7 @@ from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.trial import Fan, StandIn, TrialTimes, run_trial
 from psrl.runtime.attention.triton import tuning
 from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
+from psrl.tune import TuneOptions
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -217,6 +218,25 @@ def test_the_layer_of_a_rank():
     assert LayerShape.of_model(model, 2, torch.bfloat16, CPU) == (4, 1, 32, 32, torch.bfloat16, CPU)
     latent = replace(model, latent=LatentShape(0, 512, plain_dim=48, rotary_dim=16, value_dim=40))
     assert LayerShape.of_model(latent, 2, torch.bfloat16, CPU) == (4, 4, 64, 40, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel": 0}, "--tp must be at least 1, got 0"),
+        ({"tensor_parallel": 5}, "--tp 5 does not divide 12 heads on 2 key/value heads"),
+        ({"tensor_parallel": 3}, "--tp 3 does not divide 12 heads on 2 key/value heads"),
+        ({"dtype": "int8"}, "--dtype must be one of bfloat16, float16, float32, got 'int8'"),
+    ],
+)
+def test_what_tune_refuses(options, says):
+    with pytest.raises(ConfigError, match=says):
+        TuneOptions("qwen2.5-1.5b", device="cpu", **options).layer_shape()
+
+
+def test_the_layer_that_is_tuned():
+    shape, is_latent = TuneOptions("qwen2.5-1.5b", tensor_parallel=4, device="cpu").layer_shape()
+    assert (shape, is_latent) == (LayerShape(3, 1, 128, 128, torch.bfloat16, CPU), False)
 
 
 def test_tiles_survive_the_record(monkeypatch, tiles, cache):
