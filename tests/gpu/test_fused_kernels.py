@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory):
 def worker(checkpoint):
     @functools.cache
     def make(tied, shares, fused, vocab=1000):
-        psrl = PSRLConfig(enable=shares)
+        psrl = PSRLConfig(enable=shares, attention_backend="triton")
         return make_worker(checkpoint(tied, vocab), psrl=psrl, dtype="bfloat16", model={"use_fused_kernels": fused})
 
     return make

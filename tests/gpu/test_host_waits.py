@@ -33,7 +33,7 @@ def sync_mode(mode):
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", head_dim=64)
-    return make_worker(checkpoint, psrl=PSRLConfig(), dtype="bfloat16")
+    return make_worker(checkpoint, psrl=PSRLConfig(attention_backend="triton"), dtype="bfloat16")
 
 
 def watch(monkeypatch):
