@@ -176,6 +176,15 @@ def test_a_host_tier_keeps_to_one_pipeline_stage():
         validate_job(compose("cpu_quickstart", "psrl.kv_host_bytes=1000", stages))
 
 
+def test_fused_kernels_leave_no_logits_to_bound():
+    fused = "actor_rollout_ref.model.use_fused_kernels=true"
+    validate_job(compose("psrl_trainer", fused))
+    with pytest.raises(
+        PSRLError, match=r"model.use_fused_kernels=True rules out .*psrl\.max_logit_rows=64 could bound"
+    ):
+        validate_job(compose("psrl_trainer", fused, "psrl.max_logit_rows=64"))
+
+
 def test_routes_come_from_the_rollout_or_the_actor():
     returned = f"{R}.enable_rollout_routing_replay=true"
     with pytest.raises(ConfigError, match=rf"mode=R2 records routes of its own: set {R}.enable_rollout_routing_replay"):
