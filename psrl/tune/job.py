@@ -14,6 +14,7 @@ from psrl.integrations.megatron.backend_choice import BackendChoice, measured_ch
 from psrl.model_sizes import load_model
 from psrl.runtime.attention import path_access
 from psrl.runtime.attention.cached_layer import LayerShape
+from psrl.runtime.attention.records import check_records_folder
 from psrl.runtime.attention.trial import FANS, Fan, SecondsOf, call_seconds
 
 if TYPE_CHECKING:  # importing it imports Triton
@@ -78,9 +79,10 @@ def run_tune(
         fans, seconds_of: as in ``run_trial``.
 
     Raises:
-        PSRLError: an option, the model or the device is not usable; the message is for the user.
+        PSRLError: an option, the model, the device or the cache folder is not usable; the message is for the user.
     """
     shape, is_latent = options.layer_shape()
+    check_records_folder()
     tuning = None
     if importlib.util.find_spec("triton") is not None:
         from psrl.runtime.attention.triton.tuning import remember_tiles, tune_tiles

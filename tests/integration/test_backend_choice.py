@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from psrl.cost import LatentShape, ModelShape
-from psrl.errors import ConfigError, RankError, UnsupportedError
+from psrl.errors import ConfigError, InputError, RankError, UnsupportedError
 from psrl.integrations.megatron import backend_choice
 from psrl.integrations.megatron.backend_choice import (
     BackendChoice,
@@ -25,7 +25,7 @@ from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.trial import Fan, StandIn, TrialTimes, run_trial
 from psrl.runtime.attention.triton import tuning
 from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
-from psrl.tune import TuneOptions
+from psrl.tune import TuneOptions, run_tune
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -232,6 +232,14 @@ def test_the_layer_of_a_rank():
 def test_what_tune_refuses(options, says):
     with pytest.raises(ConfigError, match=says):
         TuneOptions("qwen2.5-1.5b", device="cpu", **options).layer_shape()
+
+
+def test_tune_has_to_keep_its_result(monkeypatch, tmp_path):
+    """Before it measures for minutes."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PSRL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"file/attention: cannot make the folder \(Not a directory\): set PSRL_CACHE"):
+        run_tune(TuneOptions("qwen2.5-1.5b", device="cpu"), lambda tried: None)
 
 
 def test_the_layer_that_is_tuned():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from psrl import __version__
+from psrl.errors import InputError
 from psrl.files import cache_dir, staged_text
 from psrl.runtime.attention.cached_layer import LayerShape
 
@@ -28,6 +30,21 @@ _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 def records_folder() -> Path:
     return cache_dir() / "attention"
+
+
+def check_records_folder() -> None:
+    """Make the folder, for who measures to keep the result.
+
+    Raises:
+        InputError: it cannot be made or written to.
+    """
+    folder = records_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot make the folder ({error.strerror or error}): set PSRL_CACHE") from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{folder}: the folder is not writable: set PSRL_CACHE")
 
 
 def kind_of(what: str, shape: LayerShape, measured_with: Mapping[str, Any] | None = None, **more: Any) -> Kind:
