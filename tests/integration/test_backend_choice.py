@@ -211,6 +211,8 @@ def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert measured(monkeypatch, times(sdpa=1.0))[1] == 1
     assert "it is measured at every start; set PSRL_CACHE" in caplog.text
+    # A job's other engines run the same.
+    assert measured(monkeypatch, times(flash=1.0)) == ("sdpa (triton cannot run, flash cannot run)", 0)
 
 
 def test_the_layer_of_a_rank():

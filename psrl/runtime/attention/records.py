@@ -26,6 +26,8 @@ Kind = dict[str, Any]
 other versions it is measured anew, and replaced."""
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 """That bring kernels."""
+_unwritten: dict[Path, str] = {}
+"""Records that could not be written: engines that this process builds later run what was measured for the first."""
 
 
 def records_folder() -> Path:
@@ -81,7 +83,7 @@ def read_record(kind: Kind, parse: Callable[[Any], _T]) -> _T | None:
     """
     path = _path(kind)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(_unwritten.get(path) or path.read_text(encoding="utf-8"))
         return parse(record["values"]) if record["kind"] == kind else None
     except FileNotFoundError:
         return None
@@ -91,13 +93,14 @@ def read_record(kind: Kind, parse: Callable[[Any], _T]) -> _T | None:
 
 
 def write_record(kind: Kind, values: dict[str, Any]) -> None:
-    """Keep or replace a measurement. Where that cannot be, a warning says so: nothing depends on it but time."""
-    path = _path(kind)
+    """Keep or replace a measurement. Where that cannot be, a warning says so, and this process alone remembers it."""
+    path, text = _path(kind), json.dumps({"kind": kind, "values": values}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with staged_text(path, json.dumps({"kind": kind, "values": values}, indent=1) + "\n"):
+        with staged_text(path, text):
             pass
     except OSError as error:
+        _unwritten[path] = text
         logger.warning("%s: cannot write (%s): it is measured at every start; set PSRL_CACHE", path, error)
 
 
