@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from psrl.errors import InputError
 
@@ -59,12 +60,26 @@ def reported(flag: str, path: Path) -> Generator[None]:
 
 
 def write_json(flag: str, path: Path, values: Any) -> None:
-    """Write or replace a JSON file.
+    """Write or replace a JSON file. Numbers that JSON has no words for (NaN, infinity) become null.
 
     Raises:
         InputError: the file cannot be written; names the flag.
     """
-    write_text(flag, path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    write_text(flag, path, json_text(values))
+
+
+def json_text(values: Any) -> str:
+    """JSON with null for numbers that JSON has no words for (NaN, infinity)."""
+    return json.dumps(_finite(values), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[str, Any]", value)
+        return {key: _finite(item) for key, item in pairs.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
@@ -106,8 +121,17 @@ def umask() -> int:
 
 
 def cache_dir() -> Path:
-    """``PSRL_CACHE``, else ``$XDG_CACHE_HOME/psrl``, else ``~/.cache/psrl``. Not created here."""
+    """``PSRL_CACHE``, else ``$XDG_CACHE_HOME/psrl``, else ``~/.cache/psrl``. Not created here.
+
+    Raises:
+        InputError: there is no home folder either.
+    """
     if value := os.environ.get("PSRL_CACHE"):
         return Path(value).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "psrl"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():
+        return base / "psrl"
+    try:
+        return Path.home() / ".cache" / "psrl"
+    except RuntimeError as error:
+        raise InputError(f"no cache folder: {error}: set PSRL_CACHE") from error

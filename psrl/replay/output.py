@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from psrl.errors import InputError
-from psrl.files import reported, staged_text, umask
+from psrl.files import json_text, reported, staged_text, umask
 
 SAMPLES, GRADS, SUMMARY = "samples.safetensors", "grads.safetensors", "summary.json"
 _DUMP_FILES = {SAMPLES, GRADS, SUMMARY}
@@ -80,7 +79,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def staged_json(path: Path, values: Mapping[str, Any]) -> Iterator[None]:
     """Write the file beside its place, and move it there if the body succeeds: one result does not come alone."""
-    with reported("--json", path), staged_text(path, _json(values)):
+    with reported("--json", path), staged_text(path, json_text(values)):
         yield
 
 
@@ -101,7 +100,7 @@ def write_dump(
         try:
             save_file({name: value.contiguous() for name, value in sample_values.items()}, staging / SAMPLES)
             save_file({name: value.contiguous() for name, value in gradients.items()}, staging / GRADS)
-            (staging / SUMMARY).write_text(_json(summary), encoding="utf-8")
+            (staging / SUMMARY).write_text(json_text(summary), encoding="utf-8")
             staging.chmod(0o777 & ~umask())
             _replace_folder(staging, path)
         finally:
@@ -121,15 +120,3 @@ def _replace_folder(staging: Path, path: Path) -> None:
         previous.rename(path)
         raise
     shutil.rmtree(previous)
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

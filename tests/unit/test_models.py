@@ -1,6 +1,7 @@
 """Models by name: the cache, and a GGUF file back to the Hugging Face folder that it was made from."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,9 @@ def test_cache_folder(monkeypatch, tmp_path):
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert cache_dir() == Path.home() / ".cache" / "psrl"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry and without HOME
+    with pytest.raises(InputError, match=r"no cache folder: .*: set PSRL_CACHE"):
+        cache_dir()
 
 
 def test_a_cached_folder_is_made_once_and_whole(monkeypatch, tmp_path):
