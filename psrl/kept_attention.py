@@ -37,7 +37,7 @@ def kept_micro_batches(plan: ExecutionPlan, footprint: KVFootprint, room: int | 
     if not footprint.attention_bytes_per_token:
         return frozenset()
     spine = sorted(
-        (mb for mb in plan.micro_batches if mb.is_spine), key=lambda mb: (-_pairs(mb) / mb.num_tokens, mb.index)
+        (mb for mb in plan.micro_batches if mb.is_spine), key=lambda mb: (-mb.visible_pairs / mb.num_tokens, mb.index)
     )
     chosen: list[int] = []
     for mb in spine:
@@ -55,11 +55,7 @@ def attention_bytes(plan: ExecutionPlan, footprint: KVFootprint, kept: frozenset
 
 def visible_pairs(plan: ExecutionPlan, micro_batches: frozenset[int]) -> int:
     """(Query, key) pairs of these micro-batches."""
-    return sum(_pairs(plan.micro_batches[index]) for index in micro_batches)
-
-
-def _pairs(mb: MicroBatch) -> int:
-    return int((mb.last_S - mb.first_S).sum())
+    return sum(plan.micro_batches[index].visible_pairs for index in micro_batches)
 
 
 def _bytes(mb: MicroBatch, footprint: KVFootprint) -> int:

@@ -182,6 +182,11 @@ class MicroBatch:
     def path_len(self) -> int:
         return len(self.first_S) - len(self.tokens_T)
 
+    @property
+    def visible_pairs(self) -> int:
+        """(Query, key) pairs of its attention."""
+        return int((self.last_S - self.first_S).sum())
+
 
 class Wave(NamedTuple):
     """Micro-batches run by one pair of schedules: pass 1 forward only, then pass 2."""

@@ -140,7 +140,7 @@ def micro_batch_flops(mb: MicroBatch, shape: ModelShape, *, backward: bool, keep
     Args:
         keeps_attention: pass 1 has kept what attention's forward makes, so that the run with a backward does not.
     """
-    work = Work(mb.num_tokens, int((mb.last_S - mb.first_S).sum()), len(mb.rows_R), mb.path_len)
+    work = Work(mb.num_tokens, mb.visible_pairs, len(mb.rows_R), mb.path_len)
     if not backward:
         return shape.forward_flops(work)
     forward = replace(work, pairs=0) if keeps_attention else work

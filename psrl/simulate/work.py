@@ -60,8 +60,7 @@ def shared_passes(plan: ExecutionPlan) -> list[PassAmounts]:
 
 def micro_batch_amounts(micro_batch: MicroBatch) -> Amounts:
     """Amounts of a planned micro-batch."""
-    first_S, last_S = micro_batch.first_S, micro_batch.last_S
-    path = micro_batch.path_len
+    last_S, path = micro_batch.last_S, micro_batch.path_len
     local = last_S[path:]
     # A new node begins where the end of the visibility grows or, further down a path, shrinks: a triangle and a
     # rectangle for each; path keys are one rectangle for every run of equal ends.
@@ -69,7 +68,7 @@ def micro_batch_amounts(micro_batch: MicroBatch) -> Amounts:
     runs = len(np.unique(last_S[:path])) if path else 0
     return Amounts(
         tokens=micro_batch.num_tokens,
-        pairs=int((last_S - first_S).clip(0).sum()),
+        pairs=micro_batch.visible_pairs,
         rows=max(1, len(micro_batch.rows_R)),
         tiles=max(1, nodes + runs),
         path_tokens=path,
