@@ -72,10 +72,7 @@ def check_fused_kernels(engine_config: Any, model_config: Any, *, device: str, i
             )
         )
     for refusal in refusals:
-        raise UnsupportedError(
-            f"{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): {refusal.way_out}, or "
-            "set psrl.enable=false"
-        )
+        raise refusal.error()
 
 
 def _refusal(reason: str, way_out: str) -> Refusal:

@@ -38,6 +38,16 @@ class Refusal(NamedTuple):
     reason: str
     way_out: str
 
+    def error(self, place: str = "") -> UnsupportedError:
+        """
+        Args:
+            place: what goes before the option, with its dot.
+        """
+        return UnsupportedError(
+            f"{place}{self.option}={self.value!r} rules out prefix sharing ({self.reason}): {self.way_out}, or set "
+            "psrl.enable=false"
+        )
+
 
 def check_model(hf_config: Any) -> None:
     """Raises:
@@ -127,10 +137,7 @@ def check_supported(tf_config: Any, engine_config: Any, model_config: Any) -> No
         _transformer(tf_config), _replay(tf_config, engine_config),
     ):  # fmt: skip
         for refusal in refusals:
-            raise UnsupportedError(
-                f"{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): "
-                f"{refusal.way_out}, or set psrl.enable=false"
-            )
+            raise refusal.error()
 
 
 _OVERRIDES = "override_transformer_config."

@@ -65,10 +65,7 @@ def check_engine_options(get: Get, engines: Iterable[str]) -> None:
 
 
 def _refuse(place: str, refusal: Refusal) -> NoReturn:
-    raise UnsupportedError(
-        f"{place}.{refusal.option}={refusal.value!r} rules out prefix sharing ({refusal.reason}): {refusal.way_out}, "
-        "or set psrl.enable=false"
-    )
+    raise refusal.error(f"{place}.")
 
 
 def _check_adapters(get: Get, engine: str, model: str) -> None:
