@@ -32,12 +32,21 @@ def check_targets(targets: Mapping[str, Path | None], inputs: Sequence[Path]) ->
                 _check_target(flag, path, taken)
 
 
-def _check_target(flag: str, path: Path, taken: dict[Path, str]) -> None:
+def check_folder(flag: str, path: Path) -> None:
+    """Check that ``path`` could be made where it is to be.
+
+    Raises:
+        InputError: its folder is missing or not writable.
+    """
     parent = path.absolute().parent
     if not parent.is_dir():
         raise InputError(f"{flag} {path}: the folder {parent} does not exist")
     if not os.access(parent, os.W_OK):
         raise InputError(f"{flag} {path}: the folder {parent} is not writable")
+
+
+def _check_target(flag: str, path: Path, taken: dict[Path, str]) -> None:
+    check_folder(flag, path)
     if path.is_dir():
         raise InputError(f"{flag} {path}: is a folder")
     resolved = path.resolve()

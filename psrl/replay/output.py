@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from psrl.errors import InputError
-from psrl.files import json_text, reported, staged_text, umask
+from psrl.files import check_folder, json_text, reported, staged_text, umask
+from psrl.files import check_targets as check_files
 
 SAMPLES, GRADS, SUMMARY = "samples.safetensors", "grads.safetensors", "summary.json"
 _DUMP_FILES = {SAMPLES, GRADS, SUMMARY}
@@ -29,14 +29,9 @@ def check_targets(dump: Path | None, json_file: Path | None, inputs: Sequence[Pa
     Raises:
         InputError: the folder around a target is missing or not writable, or the target is something else already.
     """
-    for flag, path in (("--dump", dump), ("--json", json_file)):
-        if path is None:
-            continue
-        parent = path.absolute().parent
-        if not parent.is_dir():
-            raise InputError(f"{flag} {path}: the folder {parent} does not exist")
-        if not os.access(parent, os.W_OK):
-            raise InputError(f"{flag} {path}: the folder {parent} is not writable")
+    if dump is not None:
+        check_folder("--dump", dump)
+    check_files({"--json": json_file}, inputs)
     if dump is not None and (dump.exists() or dump.is_symlink()):
         if not dump.is_dir() or dump.is_symlink():
             raise InputError(f"--dump {dump}: exists and is not a folder")
@@ -44,10 +39,6 @@ def check_targets(dump: Path | None, json_file: Path | None, inputs: Sequence[Pa
         if others:
             raise InputError(f"--dump {dump}: the folder holds {others[0]!r}, which is no part of a dump: name another")
         _check_earlier_dump(dump)
-    if json_file is not None and json_file.is_dir():
-        raise InputError(f"--json {json_file}: is a folder")
-    if json_file is not None and json_file.resolve() in [path.resolve() for path in inputs]:
-        raise InputError(f"--json {json_file}: is an input file")
     if json_file is not None and dump is not None:
         target, folder = json_file.resolve(), dump.resolve()
         if target == folder or folder in target.parents:
