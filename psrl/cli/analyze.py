@@ -30,7 +30,9 @@ MaxTokens = Annotated[
         f"Budget: most tokens of a micro-batch. May be repeated. {', '.join(map(str, DEFAULT_BUDGETS))} if not given.",
     ),
 ]
-MemoryGiB = Annotated[float | None, option(_MODEL, "Memory for K/V and one micro-batch; a best budget has to fit it.")]
+MemoryGiB = Annotated[
+    float | None, option(_MODEL, "Memory for K/V, kept attention and one micro-batch; a best budget has to fit it.")
+]
 MiniBatch = Annotated[
     int | None, option(_MODEL, "Samples of an optimizer step, in input order; all of them if not given.")
 ]

@@ -25,7 +25,8 @@ from psrl.runtime.attention.cached_layer import LayerShape
 from psrl.runtime.attention.trial import Fan, StandIn, TrialTimes, run_trial
 from psrl.runtime.attention.triton import tuning
 from psrl.runtime.attention.triton.configs import BlockSizes, KernelConfig, kernel_config, use_tiles
-from psrl.tune import TuneOptions, run_tune
+from psrl.tune.job import layer_shape, run_tune
+from psrl.tune.options import TuneOptions
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -233,7 +234,7 @@ def test_the_layer_of_a_rank():
 )
 def test_what_tune_refuses(options, says):
     with pytest.raises(ConfigError, match=says):
-        TuneOptions("qwen2.5-1.5b", device="cpu", **options).layer_shape()
+        layer_shape(TuneOptions("qwen2.5-1.5b", device="cpu", **options))
 
 
 def test_tune_has_to_keep_its_result(monkeypatch, tmp_path):
@@ -245,7 +246,7 @@ def test_tune_has_to_keep_its_result(monkeypatch, tmp_path):
 
 
 def test_the_layer_that_is_tuned():
-    shape, is_latent = TuneOptions("qwen2.5-1.5b", tensor_parallel=4, device="cpu").layer_shape()
+    shape, is_latent = layer_shape(TuneOptions("qwen2.5-1.5b", tensor_parallel=4, device="cpu"))
     assert (shape, is_latent) == (LayerShape(3, 1, 128, 128, torch.bfloat16, CPU), False)
 
 

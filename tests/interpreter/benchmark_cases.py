@@ -177,7 +177,8 @@ def test_psrl_tune(monkeypatch, tmp_path, capsys):
     from psrl.integrations.megatron.backend_choice import measured_choice
     from psrl.runtime.attention.trial import Fan
     from psrl.runtime.attention.triton import configs, tuning
-    from psrl.tune import TuneOptions, run_tune
+    from psrl.tune.job import run_tune
+    from psrl.tune.options import TuneOptions
     from psrl.tune.report import print_result, tile_line
 
     monkeypatch.setenv("PSRL_CACHE", str(tmp_path))

@@ -111,6 +111,7 @@ def test_core_is_complete():
 
 WITHOUT_TORCH = (
     "data", "placement.orchestrator", "placement.fingerprints", "analyze.job", "plan_view.job", "simulate.job",
+    "tune.options",
 )  # fmt: skip
 
 
