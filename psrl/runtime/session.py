@@ -34,7 +34,7 @@ from psrl.runtime.path_tables import PathTables
 from psrl.runtime.routes import TokenRoutes
 from psrl.runtime.routing import RouterLoads, RouterPass
 from psrl.runtime.transfer import to_device
-from psrl.types import ExecutionPlan, FloatArray, IntArray, MicroBatch
+from psrl.types import Edges, ExecutionPlan, FloatArray, IntArray, MicroBatch
 
 _ACTIVE: ContextVar[BoundMicroBatch | None] = ContextVar("psrl_active_micro_batch", default=None)
 _LAYER: ContextVar[Execution | None] = ContextVar("psrl_layer_execution", default=None)
@@ -67,6 +67,8 @@ class BoundMicroBatch:
     edge_labels_e: Tensor
     row_chunks: tuple[RowChunk, ...]
     """Rows whose logits may exist at a time."""
+    edges: Edges
+    """The plan's, which ``edges_E`` are numbers of."""
     token_weights_T: Tensor | None
     """Samples that each token stands for, 0 for padding; None where the session does not count them."""
     unique_T: Tensor | None = None
@@ -246,6 +248,7 @@ class Session:
             edge_rows_e=self._tensor(part.edge_rows_e),
             edge_labels_e=self._label_E[edges] if context is None else self._label_E[edges[context.edges_e]],
             row_chunks=row_chunks(part.edge_rows_e, num_rows, self._max_logit_rows or num_rows),
+            edges=self.plan.edges,
             token_weights_T=self._token_weights(mb, part, num_tokens),
             unique_T=None if self._routes is None else self._local(tokens, part, num_tokens, padding=-1),
             context=context,

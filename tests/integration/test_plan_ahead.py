@@ -83,12 +83,12 @@ def test_the_next_mini_batch_is_planned_while_one_runs(worker, monkeypatch):
     plan_update, run_plan = engine.plan_update, mini_batch.run_plan
     caller = threading.current_thread()
 
-    def planning(data):
+    def planning(data, loss_function):
         index = sum(name == "plan" for name, _ in events)
         events.append(("plan", index))
         assert threading.current_thread() is not caller
         begun[index].set()
-        return plan_update(data)
+        return plan_update(data, loss_function)
 
     def running(*args):
         index = sum(name == "begin" for name, _ in events)
@@ -157,7 +157,7 @@ def test_outputs_of_a_forward_are_those_of_its_engine_alone(worker, says_budget)
     assert ahead.engine.last_report.stats == alone.engine.last_report.stats
     assert ahead.engine.last_report.stats.num_micro_batches > 1
     for kind in ("log_probs", "entropy"):
-        assert torch.equal(ours[kind].values(), theirs[kind].values()), kind
+        torch.testing.assert_close(ours[kind].values(), theirs[kind].values(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_error_of_planning_a_forward_is_the_callers(worker):
@@ -200,7 +200,7 @@ def test_old_log_prob_reference_and_update_of_a_step_share_what_is_planned(worke
         made.clear()
     assert counts == [(1, 1), (1, 1), (1, 2), (1, 1), (2, 2), (3, 3)]
     for ours, theirs in zip(*outputs, strict=True):
-        assert torch.equal(ours.values(), theirs.values())
+        torch.testing.assert_close(ours.values(), theirs.values(), rtol=0, atol=0, equal_nan=True)
     for name, ours in trained[0].items():
         assert torch.equal(ours, trained[1][name]), name
 
@@ -248,10 +248,10 @@ def test_an_error_of_cutting_out_comes_when_the_mini_batch_is_asked_for():
     planned = []
     engine = SimpleNamespace(
         psrl_config=PSRLConfig(),
-        plan_update=planned.append,
+        plan_update=lambda data, loss_function: planned.append(data),
         expect_plans=lambda data, plans: plans.result(),
     )
-    with training(engine):
+    with training(engine, ppo_loss_fn()):
         ahead = planned_ahead(source())
         assert next(ahead)["input_ids"].is_nested and len(planned) == 1
         with pytest.raises(RuntimeError, match="no second one"):

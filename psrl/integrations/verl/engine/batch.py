@@ -14,6 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from psrl.errors import InputError, UnsupportedError
+from psrl.integrations.verl.engine.loss_scope import Targets
 from psrl.types import BoolArray, FloatArray, IntArray, SampleBatch
 
 _REFUSED_FLAGS = {
@@ -41,8 +42,8 @@ class RowSelector:
         return others
 
 
-def samples_from_tensordict(data: TensorDict) -> SampleBatch:
-    """Read the samples of a mini-batch. Targets are the tokens of ``loss_mask``.
+def samples_from_tensordict(data: TensorDict, targets: Targets = Targets.LOSS_MASK) -> SampleBatch:
+    """Read the samples of a mini-batch.
 
     ``loss_mask`` covers a whole sample (supervised data) or its response, jagged or right-padded (RL data).
 
@@ -57,7 +58,7 @@ def samples_from_tensordict(data: TensorDict) -> SampleBatch:
         token_ids_N=input_ids.values().cpu().numpy().astype(np.int64),
         position_ids_N=_positions(data, cu_seqlens),
         cu_seqlens=cu_seqlens,
-        target_mask_N=_targets(data, cu_seqlens),
+        target_mask_N=_target_mask(data, cu_seqlens, targets),
         group_ids_S=_group_ids(data, len(cu_seqlens) - 1),
         temperatures_S=_temperatures(data, len(cu_seqlens) - 1),
     )
@@ -96,8 +97,8 @@ def _positions(data: TensorDict, cu_seqlens: IntArray) -> IntArray:
     return values
 
 
-def _targets(data: TensorDict, cu_seqlens: IntArray) -> BoolArray:
-    """[N] loss mask, right-aligned in each sample where it covers the response only."""
+def _target_mask(data: TensorDict, cu_seqlens: IntArray, targets: Targets) -> BoolArray:
+    """[N] tokens whose outputs are wanted. The loss mask is right-aligned where it covers the response only."""
     loss_mask = data["loss_mask"]
     seqlens = np.diff(cu_seqlens)
     if loss_mask.is_nested:
@@ -109,11 +110,16 @@ def _targets(data: TensorDict, cu_seqlens: IntArray) -> BoolArray:
     if (lengths > seqlens).any():
         sample = int(np.argmax(lengths > seqlens))
         raise InputError(f"sample {sample}: loss_mask has {lengths[sample]} entries for {seqlens[sample]} tokens")
-    mask = np.zeros(cu_seqlens[-1], dtype=bool)
+    mask, covered = np.zeros((2, cu_seqlens[-1]), dtype=bool)
     ends = np.cumsum(lengths)
-    shift = np.repeat(cu_seqlens[1:] - ends, lengths)
-    mask[np.arange(len(values)) + shift] = values
-    return mask
+    places = np.arange(len(values)) + np.repeat(cu_seqlens[1:] - ends, lengths)
+    mask[places], covered[places] = values, True
+    if targets is Targets.LOSS_MASK:
+        return mask
+    wanted = covered if targets is Targets.RESPONSE else np.ones_like(mask)
+    first_tokens = cu_seqlens[:-1]
+    wanted[first_tokens] = mask[first_tokens]  # nothing predicts them
+    return wanted
 
 
 def _response_lengths(data: TensorDict, loss_mask: torch.Tensor) -> IntArray:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from psrl.cost import KVFootprint, ModelShape
 from psrl.integrations.verl.engine.batch import samples_from_tensordict
 from psrl.integrations.verl.engine.fused_options import check_fused_batch
+from psrl.integrations.verl.engine.loss_scope import targets_of
 from psrl.integrations.verl.engine.routes import replayed_routes, take_routes
 from psrl.kept_attention import keep_attention
 from psrl.planner import build_plan
@@ -35,8 +37,17 @@ if TYPE_CHECKING:
 
     from psrl.integrations.verl.engine.sharing import PrefixSharingMixin
 
-_TRAINING: ContextVar[PrefixSharingMixin | None] = ContextVar("psrl_training_engine", default=None)
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
+"""As ``TrainingWorker.set_loss_fn`` takes it."""
 _THREAD = "psrl-plan"
+
+
+class _Training(NamedTuple):
+    engine: PrefixSharingMixin
+    loss_function: LossFunction
+
+
+_TRAINING: ContextVar[_Training | None] = ContextVar("psrl_training_engine", default=None)
 
 
 class PlanOptions(TypedDict):
@@ -54,9 +65,9 @@ class PlanOptions(TypedDict):
 class SampleTree:
     """Samples, their prefix tree, and the plans that were made of them. All are functions of the samples alone."""
 
-    def __init__(self, samples: SampleBatch) -> None:
+    def __init__(self, samples: SampleBatch, tree: PrefixTree | None = None) -> None:
         self.samples = samples
-        self.tree: PrefixTree = build_tree(samples)
+        self.tree: PrefixTree = tree or build_tree(samples)
         """For all plans, but for those that compute prefixes again (``psrl.kv_recompute``)."""
         self._plans: dict[Hashable, ExecutionPlan] = {}
 
@@ -80,10 +91,16 @@ class LastForward:
         self._last: SampleTree | None = None
 
     def tree_of(self, samples: SampleBatch, *, forward_only: bool) -> SampleTree:
-        """The one remembered where its samples are these, by value; a new one, remembered if ``forward_only``."""
-        if self._last is not None and _equal(self._last.samples, samples):
-            return self._last
-        made = SampleTree(samples)
+        """The one remembered where its samples are these, by value; a new one, remembered if ``forward_only``.
+
+        The tree is the same where other tokens of the same samples are targets.
+        """
+        last, tree = self._last, None
+        if last is not None and _equal(dataclasses.replace(last.samples, target_mask_N=samples.target_mask_N), samples):
+            if np.array_equal(last.samples.target_mask_N, samples.target_mask_N):
+                return last
+            tree = last.tree
+        made = SampleTree(samples, tree)
         if forward_only:
             self._last = made
         return made
@@ -98,8 +115,13 @@ def _equal(a: SampleBatch, b: SampleBatch) -> bool:
 class BatchPlans:
     """One mini-batch on the host. Made by any thread, then used by the one that runs the mini-batch."""
 
-    def __init__(self, engine: PrefixSharingMixin, data: TensorDict, *, forward_only: bool) -> None:
+    def __init__(
+        self, engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool
+    ) -> None:
         """
+        Args:
+            loss_function: decides which outputs are computed.
+
         Raises:
             PSRLError: the batch cannot be shared, or asks for what sharing rules out.
         """
@@ -108,7 +130,7 @@ class BatchPlans:
         self.data, self.route_task = take_routes(
             data, engine.engine_config.router_replay.mode, forward_only=forward_only
         )
-        samples = samples_from_tensordict(self.data)
+        samples = samples_from_tensordict(self.data, targets_of(loss_function))
         fused = engine.engine_config.use_fused_kernels
         asked = tu.get_non_tensor_data(self.data, key="use_fused_kernels", default=fused)
         check_fused_batch(asked, fused, samples.temperatures_S)
@@ -171,20 +193,20 @@ class BatchPlans:
 
 
 @contextlib.contextmanager
-def forward_planned(engine: PrefixSharingMixin, data: TensorDict) -> Iterator[None]:
+def forward_planned(engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None) -> Iterator[None]:
     """On entry a thread begins to plan ``data`` for a forward of ``engine``, which takes the plans when it runs."""
     if not engine.psrl_config.enable:
         yield
         return
     with ThreadPoolExecutor(1, thread_name_prefix=_THREAD) as thread:
-        engine.expect_plans(data, thread.submit(engine.plan_forward, data.copy()))
+        engine.expect_plans(data, thread.submit(engine.plan_forward, data.copy(), loss_function))
         yield
 
 
 @contextlib.contextmanager
-def training(engine: PrefixSharingMixin) -> Iterator[None]:
-    """While active, ``planned_ahead`` plans for ``engine``."""
-    token = _TRAINING.set(engine if engine.psrl_config.enable else None)
+def training(engine: PrefixSharingMixin, loss_function: LossFunction) -> Iterator[None]:
+    """While active, ``planned_ahead`` plans for updates of ``engine`` with this loss."""
+    token = _TRAINING.set(_Training(engine, loss_function) if engine.psrl_config.enable else None)
     try:
         yield
     finally:
@@ -198,14 +220,15 @@ def planned_ahead(mini_batches: Iterator[TensorDict]) -> Iterator[TensorDict]:
     One thread does it, in order. What it raises is raised where it would be without it: when the mini-batch is asked
     for, or when the engine runs it.
     """
-    engine = _TRAINING.get()
-    if engine is None:
+    task = _TRAINING.get()
+    if task is None:
         return mini_batches
+    engine, loss_function = task
     thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
 
     def begin() -> tuple[Future[tuple[TensorDict, TensorDict] | None], Future[BatchPlans | None]]:
         fetched = thread.submit(_fetch, mini_batches)
-        return fetched, thread.submit(_plan, engine, fetched)
+        return fetched, thread.submit(_plan, engine, fetched, loss_function)
 
     first = begin()
 
@@ -226,7 +249,11 @@ def _fetch(mini_batches: Iterator[TensorDict]) -> tuple[TensorDict, TensorDict] 
     return None if data is None else (data, data.copy())
 
 
-def _plan(engine: PrefixSharingMixin, fetched: Future[tuple[TensorDict, TensorDict] | None]) -> BatchPlans | None:
+def _plan(
+    engine: PrefixSharingMixin,
+    fetched: Future[tuple[TensorDict, TensorDict] | None],
+    loss_function: LossFunction,
+) -> BatchPlans | None:
     """Runs after ``fetched`` has, in its thread; None past the last mini-batch."""
     both = fetched.result()
-    return None if both is None else engine.plan_update(both[1])
+    return None if both is None else engine.plan_update(both[1], loss_function)

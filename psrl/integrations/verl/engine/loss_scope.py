@@ -1,13 +1,15 @@
-"""Which of veRL's losses are sums over samples, and so can be evaluated sample by sample."""
+"""What is known of a loss function: whether it is a sum over samples, and which outputs it reads."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
@@ -45,9 +47,43 @@ def divides_by_padded_width(loss_agg_mode: str, loss_scale_factor: int | None) -
     return loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None
 
 
+class Targets(Enum):
+    """Tokens whose outputs a mini-batch needs."""
+
+    LOSS_MASK = "tokens of the loss mask"
+    RESPONSE = "tokens of the responses"
+    SAMPLE = "all tokens but the first of each sample"
+
+
+def targets_of(loss_function: Callable[..., Any] | None) -> Targets:
+    """Tokens whose outputs a loss may read, or, without a loss, whoever gets the outputs of a forward.
+
+    veRL's own losses read the loss mask. What is handed to a policy loss of the user's, and what veRL takes from a
+    forward's outputs, are the responses (``no_padding_2_padding``). A loss function of the user's gets everything.
+    """
+    if loss_function is None:
+        return Targets.RESPONSE
+    function = _unbound(loss_function)
+    if function is ppo_loss:
+        return Targets.LOSS_MASK if _policy_loss_is_upstream(loss_function) else Targets.RESPONSE
+    return Targets.LOSS_MASK if function in (sft_loss, value_loss) else Targets.SAMPLE
+
+
+def _unbound(loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    return loss_function.func if isinstance(loss_function, functools.partial) else loss_function
+
+
+def _policy_loss_is_upstream(loss_function: Callable[..., Any]) -> bool:
+    """Whether the policy loss that ``ppo_loss`` looks up is veRL's own; a user's may have any name."""
+    if not isinstance(loss_function, functools.partial):
+        return False
+    mode = _bound_config(loss_function).policy_loss.get("loss_mode", "vanilla")
+    return get_policy_loss_fn(mode).__module__.partition(".")[0] == "verl"
+
+
 def _coupling(loss_function: Callable[..., Any], data: TensorDict) -> str | None:
     """Why the loss couples samples, None if it does not."""
-    function = loss_function.func if isinstance(loss_function, functools.partial) else loss_function
+    function = _unbound(loss_function)
     if function is sft_loss:
         return None
     if function not in (ppo_loss, value_loss) or not isinstance(loss_function, functools.partial):
@@ -55,6 +91,8 @@ def _coupling(loss_function: Callable[..., Any], data: TensorDict) -> str | None
     config = _bound_config(loss_function)
     if function is ppo_loss:
         mode = config.policy_loss.get("loss_mode", "vanilla")
+        if not _policy_loss_is_upstream(loss_function):
+            return f"policy loss {mode!r} is not veRL's and not known to be a sum over samples"
         if mode not in SEPARABLE_LOSS_MODES:
             return f"policy loss {mode!r} couples the samples of a mini-batch"
     if divides_by_padded_width(config.loss_agg_mode, config.loss_scale_factor):

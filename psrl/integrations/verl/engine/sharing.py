@@ -35,12 +35,12 @@ from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
 from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
 from psrl.integrations.megatron.shape import cached_values, model_shape
-from psrl.integrations.verl.engine.batch_plans import BatchPlans, LastForward, PlanOptions
+from psrl.integrations.verl.engine.batch_plans import BatchPlans, LastForward, LossFunction, PlanOptions
 from psrl.integrations.verl.engine.config import PSRLEngineConfig
 from psrl.integrations.verl.engine.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine.edge_outputs import EdgeOutputs, edge_outputs
 from psrl.integrations.verl.engine.fused_options import check_fused_kernels
-from psrl.integrations.verl.engine.mini_batch import BatchReport, LossFunction, MiniBatchRun
+from psrl.integrations.verl.engine.mini_batch import BatchReport, MiniBatchRun
 from psrl.integrations.verl.engine.routes import FIELD
 from psrl.integrations.verl.engine.support import check_supported
 from psrl.runtime.attention import IN_PLACE_BACKENDS, KEEPING_BACKENDS, PathAccess, path_access
@@ -149,7 +149,7 @@ class PrefixSharingMixin(_Engine):
         rows = data.exclude(FIELD).to(get_device_id())  # no loss reads routes
         self._assign_normalizers(rows)
         start = time.perf_counter()
-        plans = self._plans_of(data, forward_only)
+        plans = self._plans_of(data, loss_function, forward_only)
         run = MiniBatchRun(self, rows, loss_function, plans, time.perf_counter() - start)
         output = run.forward() if forward_only else run.update()
         self.last_report = run.report()
@@ -161,25 +161,25 @@ class PrefixSharingMixin(_Engine):
         """``data`` is the next mini-batch to run, and ``plans`` are being made."""
         self._expected = (data, plans)
 
-    def plan_update(self, data: TensorDict) -> BatchPlans:
+    def plan_update(self, data: TensorDict, loss_function: LossFunction) -> BatchPlans:
         """Plans of a mini-batch whose turn has not come. In a thread of its own."""
-        plans = BatchPlans(self, data, forward_only=False)
+        plans = BatchPlans(self, data, loss_function, forward_only=False)
         plans.prepare(self._plan_kinds or ((True, False) if self.needs_router_loads else (False,)))
         return plans
 
-    def plan_forward(self, data: TensorDict) -> BatchPlans:
+    def plan_forward(self, data: TensorDict, loss_function: LossFunction | None) -> BatchPlans:
         """Plans of a forward-only batch that is about to run. In a thread of its own; adds to ``data``."""
         if "max_token_len_per_gpu" not in data.keys():  # noqa: SIM118  as upstream (engine_workers.py, infer_batch)
             tu.assign_non_tensor(data, max_token_len_per_gpu=self.engine_config.infer_max_token_len_per_gpu)
-        plans = BatchPlans(self, data, forward_only=True)
+        plans = BatchPlans(self, data, loss_function, forward_only=True)
         plans.prepare((True,))
         return plans
 
-    def _plans_of(self, data: TensorDict, forward_only: bool) -> BatchPlans:
+    def _plans_of(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> BatchPlans:
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] is data and (plans := expected[1].result()) is not None:
             return plans
-        return BatchPlans(self, data, forward_only=forward_only)
+        return BatchPlans(self, data, loss_function, forward_only=forward_only)
 
     def _assign_normalizers(self, data: TensorDict) -> None:
         """Global normalisers of the loss, as upstream's ``forward_backward_batch`` sets them."""

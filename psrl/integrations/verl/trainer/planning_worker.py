@@ -11,6 +11,7 @@ from typing import Any
 
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
 
 from psrl.integrations.verl.engine.batch_plans import forward_planned, training
@@ -25,13 +26,15 @@ _DISPATCH: dict[str, Any] = {
 class PlanningWorker(TrainingWorker):
     engine: Any
     """psrl's, sharing or not."""
+    loss_fn: Any
 
     @register(**_DISPATCH)
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
-        with training(self.engine):
+        with training(self.engine, self.loss_fn):
             return super().train_mini_batch(data)
 
     @register(**_DISPATCH)
     def infer_batch(self, data: TensorDict) -> TensorDict:
-        with forward_planned(self.engine, data):
+        has_loss = tu.get(data, key="compute_loss", default=True)  # as upstream's infer_batch
+        with forward_planned(self.engine, data, self.loss_fn if has_loss else None):
             return super().infer_batch(data)
