@@ -47,14 +47,15 @@ def schedule_transfers(
     waves: Sequence[Wave],
     footprint: KVFootprint,
     host: HostTier,
-) -> TierSchedule:
+) -> TierSchedule | MemoryBudgetError:
     """Keep the cache within ``footprint.budget_bytes`` on the device.
 
     Args:
         waves: the order of execution. A pipeline of several stages does not keep to it.
 
-    Raises:
-        MemoryBudgetError: a single step exceeds the budget, or the copies exceed ``host.budget_bytes``.
+    Returns:
+        the schedule, or the error that says why there is none: a single step exceeds the budget, or the copies exceed
+        ``host.budget_bytes``.
     """
     if footprint.kv_bytes_per_token % host.num_layers or footprint.grad_bytes_per_token % host.num_layers:
         raise ValueError(f"the bytes of a token must spread evenly over {host.num_layers} layers, got {footprint}")
@@ -65,8 +66,8 @@ def schedule_transfers(
     )
     budget = _NEVER if footprint.budget_bytes is None else footprint.budget_bytes
     schedule = _Simulation(list(accesses(micro_batches, waves, host)), kv, grad, budget, host).run()
-    if schedule.host_pool_bytes > host.budget_bytes:
-        raise MemoryBudgetError(
+    if isinstance(schedule, TierSchedule) and schedule.host_pool_bytes > host.budget_bytes:
+        return MemoryBudgetError(
             f"within psrl.kv_cache_bytes={budget:,} the plan needs {schedule.host_pool_bytes:,} bytes of host memory, "
             f"but psrl.kv_host_bytes allows {host.budget_bytes:,}: raise psrl.kv_host_bytes, "
             "psrl.kv_cache_bytes, or psrl.max_tokens so that fewer tokens are cached"
@@ -137,11 +138,12 @@ class _Simulation:
         self._copied: set[Unit] = set()
         """Units whose content the host has, or will have by the time it is needed."""
 
-    def run(self) -> TierSchedule:
+    def run(self) -> TierSchedule | MemoryBudgetError:
         for number, access in enumerate(self._steps):
             draft, needed = self._drafts[number], set(access.units)
             missing = [unit for unit in access.reads if unit not in self._rank]
-            self._make_room(number, sum(self._size(unit) for unit in (*missing, *access.creates)), needed)
+            if not self._make_room(number, sum(self._size(unit) for unit in (*missing, *access.creates)), needed):
+                return _step_error(access, sum(self._size(unit) for unit in needed), self._budget)
             for unit in missing:
                 self._enter(unit, number, draft.fetches)
             for unit in access.creates:
@@ -169,23 +171,21 @@ class _Simulation:
         for unit in coming.reads:
             if unit in self._rank:
                 continue
-            if not self._has_room(number, self._size(unit), kept):
+            if not self._make_room(number, self._size(unit), kept, may_wait=False):
                 return
             self._enter(unit, number, self._drafts[number].prefetches)
 
-    def _make_room(self, number: int, size: int, needed: set[Unit]) -> None:
-        """Evict until ``size`` more bytes fit."""
-        victims = self._victims(number, size, needed, may_wait=True)
-        if victims is None:
-            raise _step_error(self._steps[number], sum(self._size(unit) for unit in needed), self._budget)
-        self._evict(number, victims)
+    def _make_room(self, number: int, size: int, kept: set[Unit], *, may_wait: bool = True) -> bool:
+        """Evict units until ``size`` more bytes fit; False where the units that may leave are not enough.
 
-    def _has_room(self, number: int, size: int, kept: set[Unit]) -> bool:
-        """As ``_make_room``, where it costs no wait: only units that are copied by then leave."""
-        victims = self._victims(number, size, kept, may_wait=False)
-        if victims is not None:
-            self._evict(number, victims)
-        return victims is not None
+        Args:
+            may_wait: else only units leave that are copied by then.
+        """
+        victims = self._victims(number, size, kept, may_wait=may_wait)
+        if victims is None:
+            return False
+        self._evict(number, victims)
+        return True
 
     def _victims(self, number: int, size: int, kept: set[Unit], *, may_wait: bool) -> list[Unit] | None:
         """Units to evict, in order; None where those that may go are not enough."""

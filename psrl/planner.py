@@ -18,7 +18,6 @@ Shape legend: U unique tokens, T local tokens, P path tokens, E edges, R logit r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -36,7 +35,7 @@ from psrl.systems import PSRL, System
 from psrl.tiers import HostTier, TierSchedule
 from psrl.tree import PrefixTree, build_tree
 from psrl.types import Edges, ExecutionPlan, MicroBatch, PlanStats, SampleBatch, Wave
-from psrl.waves import plan_waves, sample_of
+from psrl.waves import WaveOrder, plan_waves, sample_of
 
 
 def build_plan(
@@ -77,23 +76,19 @@ def build_plan(
         if is_used and system is not PSRL:
             raise ConfigError(f"{name} is psrl's, not that of system {system.name}")
     draft = _Draft(batch, tree or build_tree(batch), max_tokens, shape, footprint, forward_only, cost, system)
-    try:
-        return draft.on_device()
-    except MemoryBudgetError as error:
-        reason = error
-    hosted = again = None
-    if host is not None:
-        try:
-            hosted = draft.with_host(host)
-        except MemoryBudgetError as error:
-            reason = error
-    if recompute:
-        again = draft.with_recompute()
-    plans = [plan for plan in (hosted, again) if plan is not None]
-    if not plans:
-        raise reason
-    flops_per_byte = host.flops_per_byte if host is not None else 0.0
-    return min(plans, key=lambda plan: plan.stats.flops_shared + flops_per_byte * plan.stats.kv_bytes_moved)
+    plan = draft.on_device()
+    if isinstance(plan, ExecutionPlan):
+        return plan
+    hosted = draft.with_host(host) if host is not None else plan
+    again = draft.with_recompute() if recompute else None
+    if again is None:
+        if isinstance(hosted, MemoryBudgetError):
+            raise hosted
+        return hosted
+    if host is None or isinstance(hosted, MemoryBudgetError):
+        return again
+    per_byte = host.flops_per_byte
+    return min((hosted, again), key=lambda each: each.stats.flops_shared + per_byte * each.stats.kv_bytes_moved)
 
 
 @dataclass
@@ -119,30 +114,30 @@ class _Draft:
         divide = (self.system if batch.num_samples else PSRL).divide
         self.division = divide(batch, tree, self.cost_U, self.max_tokens)
 
-    def on_device(self) -> ExecutionPlan:
-        """Within the budget, in waves if need be.
+    def on_device(self) -> ExecutionPlan | MemoryBudgetError:
+        """The plan within the budget, in waves if need be; the error where a spine segment and its root path exceed it.
 
-        Raises:
-            MemoryBudgetError: a spine segment and its root path exceed it.
+        Segments are cut at forks only where nothing else fits.
         """
-        with contextlib.suppress(MemoryBudgetError):
-            return self._plan(*self._arrange(at_forks=False))
-        return self._plan(*self._arrange(at_forks=True))
+        for at_forks in (False, True):
+            pieces = self._pieces(at_forks=at_forks)
+            order = self._order(pieces, fits=True)
+            if isinstance(order, WaveOrder):
+                return self._plan(pieces, order)
+        return order
 
-    def with_host(self, host: HostTier) -> ExecutionPlan:
-        """As close to the budget as waves come, and what exceeds it in host memory.
-
-        Raises:
-            MemoryBudgetError: one layer of a segment exceeds the budget, or the copies that of the host.
-        """
-        pieces, waves, _ = self._arrange(at_forks=not self.forward_only, fits=False)
-        try:
-            tiers = schedule_transfers(pieces.micro_batches, pieces.blocks, waves, self.footprint, host)
-        except MemoryBudgetError as error:
-            if error.micro_batch is not None:
-                error.sample = sample_of(self.batch, self.tree, pieces, error.micro_batch)
-            raise
-        return self._plan(pieces, waves, tiers.device_bytes_peak, tiers)
+    def with_host(self, host: HostTier) -> ExecutionPlan | MemoryBudgetError:
+        """The plan as close to the budget as waves come, with what exceeds it in host memory; the error where one layer
+        of a segment exceeds the budget, or the copies that of the host."""
+        pieces = self._pieces(at_forks=not self.forward_only)
+        order = self._order(pieces, fits=False)
+        assert isinstance(order, WaveOrder)
+        tiers = schedule_transfers(pieces.micro_batches, pieces.blocks, order.waves, self.footprint, host)
+        if isinstance(tiers, MemoryBudgetError):
+            if tiers.micro_batch is not None:
+                tiers.sample = sample_of(self.batch, self.tree, pieces, tiers.micro_batch)
+            return tiers
+        return self._plan(pieces, order._replace(peak_bytes=tiers.device_bytes_peak), tiers)
 
     def with_recompute(self) -> ExecutionPlan | None:
         """The plan that shares most of what the budget can hold. None where a sample needs more on its own.
@@ -159,12 +154,13 @@ class _Draft:
             batch = with_labels(self.batch, labels_N)
             tree = build_tree(batch)
             copies = tree.num_tokens - self.tree.num_tokens
-            with contextlib.suppress(MemoryBudgetError):
-                return dataclasses.replace(self, batch=batch, tree=tree, recomputed_tokens=copies).on_device()
+            plan = dataclasses.replace(self, batch=batch, tree=tree, recomputed_tokens=copies).on_device()
+            if isinstance(plan, ExecutionPlan):
+                return plan
         return None
 
-    def _arrange(self, *, at_forks: bool, fits: bool = True) -> tuple[Pieces, tuple[Wave, ...], int]:
-        pieces = assemble(
+    def _pieces(self, *, at_forks: bool) -> Pieces:
+        return assemble(
             self.tree,
             self.edges,
             self.division.cut(at_forks),
@@ -173,12 +169,13 @@ class _Draft:
             executions=1 if self.forward_only else 2,
             cache=self.system.cache,
         )
-        cache, forward_only = self.system.cache, self.forward_only
-        return pieces, *plan_waves(self.batch, self.tree, pieces, self.footprint, forward_only, cache, fits=fits)
 
-    def _plan(
-        self, pieces: Pieces, waves: tuple[Wave, ...], peak: int, tiers: TierSchedule | None = None
-    ) -> ExecutionPlan:
+    def _order(self, pieces: Pieces, *, fits: bool) -> WaveOrder | MemoryBudgetError:
+        cache = self.system.cache
+        return plan_waves(self.batch, self.tree, pieces, self.footprint, self.forward_only, cache, fits=fits)
+
+    def _plan(self, pieces: Pieces, order: WaveOrder, tiers: TierSchedule | None = None) -> ExecutionPlan:
+        waves = order.waves
         largest = max((mb.num_tokens for mb in pieces.micro_batches), default=0)  # psrl's own never exceed max_tokens
         plan = ExecutionPlan(
             forward_only=self.forward_only,
@@ -190,13 +187,13 @@ class _Draft:
             micro_batches=pieces.micro_batches if self.forward_only else _with_completions(pieces, self.edges, waves),
             blocks=pieces.blocks,
             waves=waves,
-            stats=self._stats(pieces, waves, peak, tiers),
+            stats=self._stats(pieces, order, tiers),
             cache=self.system.cache,
             tiers=tiers,
         )
         return keep_attention(plan, self.shape, self.footprint)
 
-    def _stats(self, pieces: Pieces, waves: tuple[Wave, ...], peak: int, tiers: TierSchedule | None) -> PlanStats:
+    def _stats(self, pieces: Pieces, order: WaveOrder, tiers: TierSchedule | None) -> PlanStats:
         tree, shape, spine_U, num_rows_U = self.tree, self.shape, self.division.spine_U, self.num_rows_U
         pairs_U, seqlens = tree.depth_U + 1, self.batch.seqlens_S
         num_tokens = self.batch.num_tokens
@@ -217,8 +214,8 @@ class _Draft:
             unique_tokens=tree.num_tokens,
             spine_tokens=spine.tokens,
             num_micro_batches=len(pieces.micro_batches),
-            num_waves=len(waves),
-            kv_bytes_peak=peak,
+            num_waves=len(order.waves),
+            kv_bytes_peak=order.peak_bytes,
             flops_unshared=flops_unshared,
             flops_shared=flops_shared,
             kv_host_bytes_peak=tiers.host_pool_bytes if tiers else 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from psrl.tree import PrefixTree
 from psrl.types import CachePolicy, SampleBatch, Wave
 
 
+class WaveOrder(NamedTuple):
+    """Waves, and the peak of the cache in bytes."""
+
+    waves: tuple[Wave, ...]
+    peak_bytes: int
+
+
 def plan_waves(
     batch: SampleBatch,
     tree: PrefixTree,
@@ -23,22 +31,23 @@ def plan_waves(
     cache: CachePolicy,
     *,
     fits: bool,
-) -> tuple[tuple[Wave, ...], int]:
-    """Order the micro-batches within the cache budget. Returns the waves and the peak in bytes.
+) -> WaveOrder | MemoryBudgetError:
+    """Order the micro-batches within the cache budget.
 
     Args:
-        fits: raise where the budget cannot be kept; otherwise, come as close to it as waves can.
+        fits: the budget has to be kept; otherwise, come as close to it as waves can.
+
+    Returns:
+        the order, or where the budget has to be kept and cannot be, the error that says by whom.
     """
     budget = footprint.budget_bytes
     ledger = BlockLedger(pieces.blocks, pieces.micro_batches, forward_only, cache)
     whole = _forward_wave(pieces) if forward_only else _training_wave(pieces, 0, pieces.num_segments - 1, set())
     peak = wave_peak(ledger.copy(), whole, footprint)
     if budget is None or peak <= budget:
-        return (whole,), peak
+        return WaveOrder((whole,), peak)
     if forward_only:
-        if fits:
-            raise _budget_error(batch, tree, pieces, 0, peak, budget)
-        return (whole,), peak
+        return _budget_error(batch, tree, pieces, 0, peak, budget) if fits else WaveOrder((whole,), peak)
 
     waves: list[Wave] = []
     done: set[int] = set()
@@ -50,15 +59,15 @@ def plan_waves(
             wave, after = _training_wave(pieces, start, stop, done), ledger.copy()
             needed = wave_peak(after, wave, footprint)
             if needed > budget and (fits or (chosen is not None and chosen[1].pass2)):
-                break  # what does not fit anyway at least ends something
+                break  # a wave that exceeds the budget anyway is as long as it takes to finish a segment
             chosen = (stop, wave, after, needed)
         if chosen is None:
-            raise _budget_error(batch, tree, pieces, start, needed, budget)
+            return _budget_error(batch, tree, pieces, start, needed, budget)
         stop, wave, ledger, needed = chosen
         waves.append(wave)
         done.update(wave.pass2)
         start, peak = stop + 1, max(peak, needed)
-    return tuple(waves), peak
+    return WaveOrder(tuple(waves), peak)
 
 
 def _leaves_by_segment(pieces: Pieces) -> dict[int, list[int]]:

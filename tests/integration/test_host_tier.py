@@ -15,6 +15,7 @@ from psrl.errors import MemoryBudgetError, OutOfMemoryError
 from psrl.integrations.megatron import core_attention
 from psrl.integrations.megatron.host_tier import repeated_layers
 from psrl.integrations.verl.engine.batch_plans import SampleTree
+from psrl.integrations.verl.engine.facts import EngineFacts
 from tests.helpers import make_checkpoint, make_worker, ppo_loss_fn, relative_errors
 from tests.helpers.engines import run_inference, run_update
 from tests.helpers.forests import FORESTS, step_rows, tree_rows
@@ -210,13 +211,13 @@ PLACES = {
 @pytest.mark.parametrize("place", ["backward", *slow(*(place for place in PLACES if place != "backward"))])
 def test_an_allocation_that_fails_in_the_middle(worker, monkeypatch, place):
     """Torch's own error, on its way through Megatron's schedule. The next step is as if nothing had been."""
-    rows, engine = tree_rows(depth=2), worker().engine
+    rows = tree_rows(depth=2)
     whole = run_update(budgeted(worker(), None), rows, ppo_loss_fn(), max_tokens=5)
     share = None if "no host" in place else 0.1
     budget = None if share is None else int(share * whole.report.stats.kv_bytes_peak)
     budgeted(worker(), budget)
-    sessions, new_session = [], engine.new_session
-    monkeypatch.setattr(engine, "new_session", lambda *args: sessions.append(new_session(*args)) or sessions[-1])
+    sessions, new_session = [], EngineFacts.new_session
+    monkeypatch.setattr(EngineFacts, "new_session", lambda *args: sessions.append(new_session(*args)) or sessions[-1])
     owner, name, number = PLACES[place]
     run, calls = getattr(owner, name), 0
 

@@ -10,7 +10,8 @@ from verl.utils import tensordict_utils as tu
 from psrl.config import PSRLConfig
 from psrl.errors import InputError
 from psrl.integrations.verl.engine import batch_plans, mini_batch
-from psrl.integrations.verl.engine.batch_plans import LastForward, planned_ahead, training
+from psrl.integrations.verl.engine.batch_plans import LastForward
+from psrl.integrations.verl.engine.plan_ahead import planned_ahead, updates_planned
 from psrl.replay.side import observed
 from tests.helpers import Row, batch_tensordict, make_checkpoint, make_worker, ppo_loss_fn
 from tests.helpers.forests import step_rows, tree_rows
@@ -80,7 +81,7 @@ def test_the_next_mini_batch_is_planned_while_one_runs(worker, monkeypatch):
     engine, events = busy.engine, []
     begun = [threading.Event() for _ in range(NUM_MINI_BATCHES + 1)]
     begun[NUM_MINI_BATCHES].set()
-    plan_update, run_plan = engine.plan_update, mini_batch.run_plan
+    plan_update, run_plan = engine.planner.plan_update, mini_batch.run_plan
     caller = threading.current_thread()
 
     def planning(data, loss_function):
@@ -97,7 +98,7 @@ def test_the_next_mini_batch_is_planned_while_one_runs(worker, monkeypatch):
         assert begun[index + 1].wait(SECONDS), f"mini-batch {index + 1} is not planned while {index} runs"
         events.append(("end", index))
 
-    monkeypatch.setattr(engine, "plan_update", planning)
+    monkeypatch.setattr(engine.planner, "plan_update", planning)
     monkeypatch.setattr(mini_batch, "run_plan", running)
     reports = train(busy, mini_batches(), 4, at_once=True)
     assert len(reports) == NUM_MINI_BATCHES
@@ -114,21 +115,23 @@ def test_a_call_is_planned_while_its_engine_is_loaded(worker, monkeypatch, phase
     busy = worker()
     engine, both, met = busy.engine, threading.Barrier(2, timeout=SECONDS), []
 
-    def once(name, function):
+    def once(owner, name):
+        function = getattr(owner, name)
+
         def call(*args, **kwargs):
             if name not in met:
                 both.wait()
                 met.append(name)
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(engine, name, call)
+        monkeypatch.setattr(owner, name, call)
 
-    once("to", engine.to)
+    once(engine, "to")
     if phase == "forward":
-        once("plan_forward", engine.plan_forward)
+        once(engine.planner, "plan_forward")
         assert len(busy.infer_batch(batch_of(mini_batches(), MAX_TOKENS))["log_probs"]) == 18
     else:
-        once("plan_update", engine.plan_update)
+        once(engine.planner, "plan_update")
         assert len(train(busy, mini_batches(), MAX_TOKENS, at_once=True)) == NUM_MINI_BATCHES
     assert sorted(met) == sorted(["to", "plan_forward" if phase == "forward" else "plan_update"])
 
@@ -187,7 +190,7 @@ def test_old_log_prob_reference_and_update_of_a_step_share_what_is_planned(worke
     for shares in (True, False):
         actor, ref = worker(), worker()
         if shares:
-            actor.engine.last_forward = ref.engine.last_forward = LastForward()
+            actor.engine.planner.last_forward = ref.engine.planner.last_forward = LastForward()
         old, old_report = forward(actor, rows)
         counts.append((made.count("build_tree"), made.count("build_plan")))
         reference, ref_report = forward(ref, rows, calculate_entropy=False)
@@ -209,7 +212,7 @@ def test_only_equal_samples_and_options_share_a_plan(worker, made):
     rows = tree_rows(depth=3)
     other = [Row([*r.input_ids[:-1], 99], r.loss_mask, uid=r.uid) for r in rows]
     actor, ref = worker(), worker()
-    actor.engine.last_forward = ref.engine.last_forward = LastForward()
+    actor.engine.planner.last_forward = ref.engine.planner.last_forward = LastForward()
     forward(actor, rows)
     for new, (their_rows, batch) in {
         (1, 1): (rows, {}),
@@ -235,7 +238,7 @@ def test_an_error_of_planning_belongs_to_its_mini_batch(worker):
 
 def test_without_sharing_mini_batches_are_left_alone(checkpoint):
     plain = make_worker(checkpoint)
-    plain.engine.plan_update = plain.engine.plan_forward = None  # would raise
+    assert plain.engine.planner is None
     plain.train_mini_batch(batch_of(mini_batches(), 1000))
     assert len(plain.infer_batch(batch_of(mini_batches(), 1000))["log_probs"]) == 18
 
@@ -246,12 +249,10 @@ def test_an_error_of_cutting_out_comes_when_the_mini_batch_is_asked_for():
         raise RuntimeError("no second one")
 
     planned = []
-    engine = SimpleNamespace(
-        psrl_config=PSRLConfig(),
-        plan_update=lambda data, loss_function: planned.append(data),
-        expect_plans=lambda data, plans: plans.result(),
+    planner = SimpleNamespace(
+        plan_update=lambda data, loss_function: planned.append(data), expect=lambda data, plans: plans.result()
     )
-    with training(engine, ppo_loss_fn()):
+    with updates_planned(planner, ppo_loss_fn()):
         ahead = planned_ahead(source())
         assert next(ahead)["input_ids"].is_nested and len(planned) == 1
         with pytest.raises(RuntimeError, match="no second one"):

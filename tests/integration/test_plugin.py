@@ -46,7 +46,7 @@ class Worker(_ObservedWorkerMixin, Base):
     pass
 worker = Worker()
 worker.init_model()
-print("one for both", worker.actor.engine.last_forward is worker.ref.engine.last_forward)
+print("one for both", worker.actor.engine.planner.last_forward is worker.ref.engine.planner.last_forward)
 """
     done = run(code, VERL_USE_EXTERNAL_MODULES=PLUGIN, VERL_PLATFORM="cpu")
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def tied_embeddings_on_the_last_stage() -> None:
 def mini_batches_are_planned_ahead() -> None:
     from verl.utils import tensordict_utils
 
-    from psrl.integrations.verl.engine.batch_plans import planned_ahead
+    from psrl.integrations.verl.engine.plan_ahead import planned_ahead
 
     upstream = tensordict_utils.make_iterator
     tensordict_utils.make_iterator = lambda *args, **kwargs: planned_ahead(upstream(*args, **kwargs))

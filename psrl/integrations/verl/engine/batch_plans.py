@@ -1,65 +1,37 @@
-"""Samples, prefix tree and plans of a mini-batch, and making them while the device or the caller does other work.
+"""Samples, prefix tree and plans of a mini-batch.
 
 Planning is work of the host: nothing here touches a device or talks to other ranks, but for ``BatchPlans.plan``. When
-it begins, ``planning_worker`` says; what the phases of a step have in common is made once (``LastForward``).
+it begins, ``plan_ahead`` says; what the phases of a step have in common is made once (``LastForward``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from psrl.cost import KVFootprint, ModelShape
 from psrl.integrations.verl.engine.batch import samples_from_tensordict
+from psrl.integrations.verl.engine.facts import EngineFacts, PlanOptions
 from psrl.integrations.verl.engine.fused_options import check_fused_batch
 from psrl.integrations.verl.engine.loss_scope import targets_of
 from psrl.integrations.verl.engine.routes import replayed_routes, take_routes
 from psrl.kept_attention import keep_attention
 from psrl.planner import build_plan
 from psrl.routes import share_last_tokens, with_routes
-from psrl.systems import System
-from psrl.tiers import HostTier
 from psrl.tree import PrefixTree, build_tree
 from psrl.types import ExecutionPlan, SampleBatch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from psrl.integrations.verl.engine.sharing import PrefixSharingMixin
-
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 """As ``TrainingWorker.set_loss_fn`` takes it."""
-_THREAD = "psrl-plan"
-
-
-class _Training(NamedTuple):
-    engine: PrefixSharingMixin
-    loss_function: LossFunction
-
-
-_TRAINING: ContextVar[_Training | None] = ContextVar("psrl_training_engine", default=None)
-
-
-class PlanOptions(TypedDict):
-    """Of ``build_plan``, apart from the samples."""
-
-    max_tokens: int
-    shape: ModelShape
-    footprint: KVFootprint
-    forward_only: bool
-    system: System
-    host: HostTier | None
-    recompute: bool
 
 
 class SampleTree:
@@ -116,33 +88,37 @@ class BatchPlans:
     """One mini-batch on the host. Made by any thread, then used by the one that runs the mini-batch."""
 
     def __init__(
-        self, engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None, *, forward_only: bool
+        self,
+        facts: EngineFacts,
+        data: TensorDict,
+        loss_function: LossFunction | None,
+        last_forward: LastForward | None,
+        *,
+        forward_only: bool,
     ) -> None:
         """
         Args:
             loss_function: decides which outputs are computed.
+            last_forward: what is remembered of an earlier batch; None: nothing is.
 
         Raises:
             PSRLError: the batch cannot be shared, or asks for what sharing rules out.
         """
         start = time.perf_counter()
-        self._engine = engine
-        self.data, self.route_task = take_routes(
-            data, engine.engine_config.router_replay.mode, forward_only=forward_only
-        )
+        self._facts = facts
+        self.data, self.route_task = take_routes(data, facts.router_replay_mode, forward_only=forward_only)
         samples = samples_from_tensordict(self.data, targets_of(loss_function))
-        fused = engine.engine_config.use_fused_kernels
+        fused = facts.use_fused_kernels
         asked = tu.get_non_tensor_data(self.data, key="use_fused_kernels", default=fused)
         check_fused_batch(asked, fused, samples.temperatures_S)
-        self.routes = replayed_routes(self.route_task, self.data, samples, engine.tf_config)
+        self.routes = replayed_routes(self.route_task, self.data, samples, facts.megatron)
         """Replayed ones, part of the samples' prefixes; None where nothing is replayed."""
         if self.routes is not None:
-            if not engine.has_router_statistics:
+            if not facts.has_router_statistics:
                 self.routes = share_last_tokens(samples, self.routes)
             samples = with_routes(samples, self.routes)
-        samples = engine.sharing_system.prepare(samples, engine.max_tokens(self.data, forward_only))
-        remembered = engine.last_forward
-        self._made = remembered.tree_of(samples, forward_only=forward_only) if remembered else SampleTree(samples)
+        samples = facts.system.prepare(samples, facts.max_tokens(self.data, forward_only=forward_only))
+        self._made = last_forward.tree_of(samples, forward_only=forward_only) if last_forward else SampleTree(samples)
         self.samples = self._made.samples
         self.asked: list[bool] = []
         """``forward_only`` of the plans that were asked for."""
@@ -170,7 +146,7 @@ class BatchPlans:
         Raises:
             MemoryBudgetError: the budget is too small.
         """
-        budget = self._engine.cache_budget()
+        budget = self._facts.cache_budget()
         start = time.perf_counter()
         self.asked.append(forward_only)
         plan = self._without_budget.get(forward_only)
@@ -179,7 +155,7 @@ class BatchPlans:
         elif budget is not None:
             options = self._options(budget, forward_only)
             plan = keep_attention(plan, options["shape"], options["footprint"])
-        if not any(self._engine.chunk_layers):
+        if not self._facts.has_layers:
             plan = dataclasses.replace(plan, stats=dataclasses.replace(plan.stats, kv_bytes_peak=0, attention_bytes=0))
         self.seconds += time.perf_counter() - start
         return plan
@@ -188,72 +164,5 @@ class BatchPlans:
         return self._made.plan(**self._options(budget, forward_only))
 
     def _options(self, budget: int | None, forward_only: bool) -> PlanOptions:
-        max_tokens = self._engine.max_tokens(self.data, forward_only)
-        return self._engine.plan_options(max_tokens, budget, forward_only=forward_only)
-
-
-@contextlib.contextmanager
-def forward_planned(engine: PrefixSharingMixin, data: TensorDict, loss_function: LossFunction | None) -> Iterator[None]:
-    """On entry a thread begins to plan ``data`` for a forward of ``engine``, which takes the plans when it runs."""
-    if not engine.psrl_config.enable:
-        yield
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix=_THREAD) as thread:
-        engine.expect_plans(data, thread.submit(engine.plan_forward, data.copy(), loss_function))
-        yield
-
-
-@contextlib.contextmanager
-def training(engine: PrefixSharingMixin, loss_function: LossFunction) -> Iterator[None]:
-    """While active, ``planned_ahead`` plans for updates of ``engine`` with this loss."""
-    token = _TRAINING.set(_Training(engine, loss_function) if engine.psrl_config.enable else None)
-    try:
-        yield
-    finally:
-        _TRAINING.reset(token)
-
-
-def planned_ahead(mini_batches: Iterator[TensorDict]) -> Iterator[TensorDict]:
-    """The same mini-batches; for an engine in training each is cut out and planned while the one before it runs, the
-    first from now on.
-
-    One thread does it, in order. What it raises is raised where it would be without it: when the mini-batch is asked
-    for, or when the engine runs it.
-    """
-    task = _TRAINING.get()
-    if task is None:
-        return mini_batches
-    engine, loss_function = task
-    thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
-
-    def begin() -> tuple[Future[tuple[TensorDict, TensorDict] | None], Future[BatchPlans | None]]:
-        fetched = thread.submit(_fetch, mini_batches)
-        return fetched, thread.submit(_plan, engine, fetched, loss_function)
-
-    first = begin()
-
-    def planned() -> Iterator[TensorDict]:
-        following = first
-        with thread:
-            while (fetched := following[0].result()) is not None:
-                plans, following = following[1], begin()
-                engine.expect_plans(fetched[0], plans)
-                yield fetched[0]
-
-    return planned()
-
-
-def _fetch(mini_batches: Iterator[TensorDict]) -> tuple[TensorDict, TensorDict] | None:
-    """The next mini-batch, twice: the worker adds keys to the one that it gets, while the other is planned."""
-    data = next(mini_batches, None)
-    return None if data is None else (data, data.copy())
-
-
-def _plan(
-    engine: PrefixSharingMixin,
-    fetched: Future[tuple[TensorDict, TensorDict] | None],
-    loss_function: LossFunction,
-) -> BatchPlans | None:
-    """Runs after ``fetched`` has, in its thread; None past the last mini-batch."""
-    both = fetched.result()
-    return None if both is None else engine.plan_update(both[1], loss_function)
+        max_tokens = self._facts.max_tokens(self.data, forward_only=forward_only)
+        return self._facts.plan_options(max_tokens, budget, forward_only=forward_only)

@@ -7,7 +7,6 @@ engine. With ``psrl.enable=false`` that method is veRL's too.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,32 +22,26 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
 from psrl.config import PSRLConfig
-from psrl.cost import KVFootprint
-from psrl.errors import ConfigError
 from psrl.integrations.megatron.backend_choice import BackendChoice, choose_backend
-from psrl.integrations.megatron.budget import agreed_budget
-from psrl.integrations.megatron.host_tier import host_tier
 from psrl.integrations.megatron.layer_spec import number_cache_layers, share_prefixes_in_spec
 from psrl.integrations.megatron.output_layer import select_output_rows
-from psrl.integrations.megatron.passes import context_rank, token_multiple
 from psrl.integrations.megatron.positions import rotate_by_position
 from psrl.integrations.megatron.router import expert_layers
-from psrl.integrations.megatron.router_options import needs_loads, uses_statistics
-from psrl.integrations.megatron.shape import cached_values, model_shape
-from psrl.integrations.verl.engine.batch_plans import BatchPlans, LastForward, LossFunction, PlanOptions
+from psrl.integrations.megatron.shape import model_shape
+from psrl.integrations.verl.engine.batch_plans import LossFunction
 from psrl.integrations.verl.engine.config import PSRLEngineConfig
 from psrl.integrations.verl.engine.cpu_engine import DeviceModeMixin
 from psrl.integrations.verl.engine.edge_outputs import EdgeOutputs, edge_outputs
+from psrl.integrations.verl.engine.facts import EngineFacts
 from psrl.integrations.verl.engine.fused_options import check_fused_kernels
-from psrl.integrations.verl.engine.mini_batch import BatchReport, MiniBatchRun
+from psrl.integrations.verl.engine.mini_batch import BatchReport, MiniBatchRun, RunnableModel
+from psrl.integrations.verl.engine.plan_ahead import BatchPlanner
 from psrl.integrations.verl.engine.routes import FIELD
 from psrl.integrations.verl.engine.support import check_supported
-from psrl.runtime.attention import IN_PLACE_BACKENDS, KEEPING_BACKENDS, PathAccess, path_access
+from psrl.runtime.attention import IN_PLACE_BACKENDS, PathAccess, path_access
 from psrl.runtime.attention.cached_layer import LayerShape
-from psrl.runtime.routes import TokenRoutes
-from psrl.runtime.session import BoundMicroBatch, RouterSamples, Session
-from psrl.systems import PSRL, System, find_system
-from psrl.types import ExecutionPlan
+from psrl.runtime.session import BoundMicroBatch
+from psrl.systems import find_system
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine as _Engine
@@ -65,11 +58,6 @@ class PrefixSharingMixin(_Engine):
     bridge: Any
     provider: Any
     last_report: BatchReport | None = None
-    _expected: tuple[TensorDict, Future[BatchPlans] | Future[BatchPlans | None]] | None = None
-    _plan_kinds: tuple[bool, ...] = ()
-    """``forward_only`` of the plans that the last update asked for."""
-    last_forward: LastForward | None = None
-    """Set by a worker for its engines; None: an engine plans every batch anew."""
     attention_choice: BackendChoice
     """Set when the model is built with sharing."""
     chunk_layers: tuple[int, ...] = ()
@@ -82,10 +70,6 @@ class PrefixSharingMixin(_Engine):
     @property
     def psrl_config(self) -> PSRLConfig:
         return self.engine_config.psrl
-
-    @property
-    def sharing_system(self) -> System:
-        return find_system(self.engine_config.sharing_system)
 
     # -------------------------------------------------------------------------------------------------- building
     def _build_megatron_module(self) -> Any:
@@ -143,43 +127,21 @@ class PrefixSharingMixin(_Engine):
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """One mini-batch: outputs, loss and metrics as upstream returns them for a single micro-batch."""
-        if not self.psrl_config.enable:
+        planner = self.planner
+        if planner is None:
             # Upstream's own infer_batch passes None here (base.py).
             return super().forward_backward_batch(data, loss_function, forward_only)  # pyright: ignore[reportArgumentType]
         rows = data.exclude(FIELD).to(get_device_id())  # no loss reads routes
         self._assign_normalizers(rows)
         start = time.perf_counter()
-        plans = self._plans_of(data, loss_function, forward_only)
-        run = MiniBatchRun(self, rows, loss_function, plans, time.perf_counter() - start)
+        plans = planner.plans_of(data, loss_function, forward_only=forward_only)
+        model = RunnableModel(self.module, self.micro_batch_outputs, self.get_data_parallel_group())
+        run = MiniBatchRun(self.facts, model, rows, loss_function, plans, time.perf_counter() - start)
         output = run.forward() if forward_only else run.update()
         self.last_report = run.report()
         if not forward_only:
-            self._plan_kinds = tuple(plans.asked)
+            planner.updated(plans)
         return output
-
-    def expect_plans(self, data: TensorDict, plans: Future[BatchPlans] | Future[BatchPlans | None]) -> None:
-        """``data`` is the next mini-batch to run, and ``plans`` are being made."""
-        self._expected = (data, plans)
-
-    def plan_update(self, data: TensorDict, loss_function: LossFunction) -> BatchPlans:
-        """Plans of a mini-batch whose turn has not come. In a thread of its own."""
-        plans = BatchPlans(self, data, loss_function, forward_only=False)
-        plans.prepare(self._plan_kinds or ((True, False) if self.needs_router_loads else (False,)))
-        return plans
-
-    def plan_forward(self, data: TensorDict, loss_function: LossFunction | None) -> BatchPlans:
-        """Plans of a forward-only batch that is about to run. In a thread of its own; adds to ``data``."""
-        if "max_token_len_per_gpu" not in data.keys():  # noqa: SIM118  as upstream (engine_workers.py, infer_batch)
-            tu.assign_non_tensor(data, max_token_len_per_gpu=self.engine_config.infer_max_token_len_per_gpu)
-        plans = BatchPlans(self, data, loss_function, forward_only=True)
-        plans.prepare((True,))
-        return plans
-
-    def _plans_of(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> BatchPlans:
-        expected, self._expected = self._expected, None
-        if expected is not None and expected[0] is data and (plans := expected[1].result()) is not None:
-            return plans
-        return BatchPlans(self, data, loss_function, forward_only=forward_only)
 
     def _assign_normalizers(self, data: TensorDict) -> None:
         """Global normalisers of the loss, as upstream's ``forward_backward_batch`` sets them."""
@@ -193,40 +155,33 @@ class PrefixSharingMixin(_Engine):
             sp_size=self.engine_config.context_parallel_size,
         )
 
-    def plan_options(self, max_tokens: int, budget: int | None, *, forward_only: bool) -> PlanOptions:
-        """Of ``planner.build_plan``. Ranks with equal samples (tensor, pipeline, context parallel) get equal plans.
-
-        Args:
-            budget: most bytes of this rank's cache; a stage without layers plans as if it had one.
-        """
-        config = self.tf_config
-        shape = model_shape(config, 1 if self.is_value_model else self.model_config.hf_config.vocab_size)
-        tensor_parallel, itemsize = mpu.get_tensor_model_parallel_world_size(), self.param_dtype.itemsize
-        kept_bytes = shape.attention_bytes(itemsize, tensor_parallel) if self._keeps_attention else 0
-        footprint = KVFootprint.of_values(
-            self._planned_layers * cached_values(config, tensor_parallel),
-            itemsize,
-            budget,
-            mpu.get_context_parallel_world_size(),
-            self._planned_layers * kept_bytes,
-        )
-        return PlanOptions(
-            max_tokens=max_tokens,
-            shape=shape,
-            footprint=footprint,
-            forward_only=forward_only,
-            system=self.sharing_system,
-            host=host_tier(config, self._planned_layers, self.psrl_config),
-            recompute=self.psrl_config.kv_recompute and self.sharing_system is PSRL,
-        )
-
-    def cache_budget(self) -> int | None:
-        """Bytes that this rank's cache may take from now on; None: no limit. Collective over ranks that share plans."""
-        return agreed_budget(self._kv_budget(), self._planned_layers, torch.device(get_device_id()))
-
     @property
-    def _planned_layers(self) -> int:
-        return max(1, sum(self.chunk_layers))
+    def facts(self) -> EngineFacts:
+        """What plans and runs know of this engine. Its model is built."""
+        config, hf_config = self.engine_config, self.model_config.hf_config
+        return EngineFacts(
+            settings=self.psrl_config,
+            system=find_system(config.sharing_system),
+            megatron=self.tf_config,
+            shape=model_shape(self.tf_config, 1 if self.is_value_model else hf_config.vocab_size),
+            is_value_model=self.is_value_model,
+            param_dtype=self.param_dtype,
+            device=torch.device(get_device_id()),
+            chunk_layers=self.chunk_layers,
+            expert_layers=self.expert_layers,
+            attention_backend=self.attention_choice.name,
+            path_in_place=self.path_access.in_place,
+            use_dynamic_bsz=config.use_dynamic_bsz,
+            max_token_len_per_gpu=config.max_token_len_per_gpu,
+            infer_max_token_len_per_gpu=config.infer_max_token_len_per_gpu,
+            use_fused_kernels=config.use_fused_kernels,
+            router_replay_mode=config.router_replay.mode,
+        )
+
+    @cached_property
+    def planner(self) -> BatchPlanner | None:
+        """None without sharing."""
+        return BatchPlanner(lambda: self.facts) if self.psrl_config.enable else None
 
     @cached_property
     def path_access(self) -> PathAccess:
@@ -241,57 +196,6 @@ class PrefixSharingMixin(_Engine):
             has_host_tier=bool(self.psrl_config.kv_host_bytes),
         )
 
-    @property
-    def _keeps_attention(self) -> bool:
-        """Whether an update may keep attention's results of the spine between its passes."""
-        is_wanted = self.psrl_config.keep_attention and self.sharing_system.keeps_attention
-        return is_wanted and self.attention_choice.name in KEEPING_BACKENDS
-
-    @property
-    def has_router_statistics(self) -> bool:
-        """Whether expert routers have losses or statistics, which depend on how often a token is counted."""
-        return bool(self.tf_config.num_moe_experts) and uses_statistics(self.tf_config)
-
-    @property
-    def needs_router_loads(self) -> bool:
-        """Whether an update begins with a forward over all tokens that counts every expert's load."""
-        return bool(self.tf_config.num_moe_experts) and needs_loads(self.tf_config)
-
-    def new_session(
-        self, plan: ExecutionPlan, router: RouterSamples | None, routes: TokenRoutes | None = None
-    ) -> Session:
-        return Session(
-            plan,
-            chunk_layers=self.chunk_layers,
-            device=torch.device(get_device_id()),
-            attention_backend=self.attention_choice.name,
-            path_in_place=self.path_access.in_place and plan.tiers is None,
-            token_multiple=token_multiple(self.tf_config),
-            router=router,
-            routes=routes,
-            context=context_rank(),
-            max_logit_rows=self.psrl_config.max_logit_rows,
-        )
-
-    def _kv_budget(self) -> int | None:
-        """Bytes that this rank's cache may take; None on every rank, or on none."""
-        if self.psrl_config.kv_cache_bytes is not None:
-            return self.psrl_config.kv_cache_bytes
-        if not torch.cuda.is_available():
-            return None
-        return int(torch.cuda.mem_get_info()[0] * self.psrl_config.kv_cache_fraction)
-
-    def max_tokens(self, data: TensorDict, forward_only: bool) -> int:
-        """Of a micro-batch; budgets are of one rank, as upstream's are."""
-        name, engine = "infer_max_tokens" if forward_only else "max_tokens", self.engine_config
-        budget = getattr(self.psrl_config, name)
-        # What an update's batch does not say, upstream takes from the engine (engine_workers.py, train_batch).
-        if budget is None and tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=engine.use_dynamic_bsz):
-            budget = tu.get_non_tensor_data(data, key="max_token_len_per_gpu", default=engine.max_token_len_per_gpu)
-        if budget is None:
-            raise ConfigError(f"psrl.{name} is needed: the engine gives no token budget (use_dynamic_bsz=false)")
-        return int(budget) * mpu.get_context_parallel_world_size()
-
     def micro_batch_outputs(
         self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool
     ) -> dict[str, Tensor]:
@@ -302,13 +206,9 @@ class PrefixSharingMixin(_Engine):
 
     def _local_outputs(self, micro_batch: BoundMicroBatch, output: Tensor, with_entropy: bool) -> dict[str, Tensor]:
         if self.is_value_model:
-            return {"values": output[0, :, 0].to(self.output_dtype)[micro_batch.edge_rows_e]}
+            return {"values": output[0, :, 0].to(self.facts.output_dtype)[micro_batch.edge_rows_e]}
         log_probs, entropy = self._edge_outputs(micro_batch, output[0], with_entropy)
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        return torch.float64 if self.param_dtype == torch.float64 else torch.float32
 
 
 @EngineRegistry.register(model_type="language_model", backend="psrl", device=["cpu", "cuda"])

@@ -7,6 +7,7 @@ one call, so that there is no next batch to plan while one runs.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from tensordict import TensorDict
@@ -14,7 +15,7 @@ from verl.single_controller.base.decorator import make_nd_compute_dataproto_disp
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
 
-from psrl.integrations.verl.engine.batch_plans import forward_planned, training
+from psrl.integrations.verl.engine.plan_ahead import forward_planned, updates_planned
 
 _DISPATCH: dict[str, Any] = {
     "dispatch_mode": make_nd_compute_dataproto_dispatch_fn(mesh_name="train"),
@@ -30,11 +31,14 @@ class PlanningWorker(TrainingWorker):
 
     @register(**_DISPATCH)
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
-        with training(self.engine, self.loss_fn):
+        planner = self.engine.planner
+        with updates_planned(planner, self.loss_fn) if planner else contextlib.nullcontext():
             return super().train_mini_batch(data)
 
     @register(**_DISPATCH)
     def infer_batch(self, data: TensorDict) -> TensorDict:
+        planner = self.engine.planner
         has_loss = tu.get(data, key="compute_loss", default=True)  # as upstream's infer_batch
-        with forward_planned(self.engine, data, self.loss_fn if has_loss else None):
+        loss_function = self.loss_fn if has_loss else None
+        with forward_planned(planner, data, loss_function) if planner else contextlib.nullcontext():
             return super().infer_batch(data)

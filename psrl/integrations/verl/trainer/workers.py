@@ -55,8 +55,8 @@ class _ObservedWorkerMixin:
         super().init_model()  # pyright: ignore[reportAttributeAccessIssue]  of the other base
         last_forward = LastForward()
         for worker in (self.actor, self.ref):
-            if worker is not None:
-                worker.engine.last_forward = last_forward
+            if worker is not None and worker.engine.planner is not None:
+                worker.engine.planner.last_forward = last_forward
 
     @register(dispatch_mode=_ONE_TO_ALL)
     def psrl_records(self) -> Records:
