@@ -41,7 +41,7 @@ for name in ("train_mini_batch", "infer_batch"):
 print("init_model", getattr(PSRLActorRolloutRefWorker.init_model, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL)
 class Base:
     def init_model(self):
-        self.actor, self.ref = (SimpleNamespace(engine=SimpleNamespace()) for _ in range(2))
+        self.actor, self.ref = (SimpleNamespace(engine=SimpleNamespace(planner=SimpleNamespace())) for _ in range(2))
 class Worker(_ObservedWorkerMixin, Base):
     pass
 worker = Worker()
